@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from flashckpt import crashpoints
+from flashckpt.catalogue import changes
 from flashckpt.catalogue.changes import Committed, expired, hopeless, is_newer
 from flashckpt.catalogue.changes import Keep as Kept
 from flashckpt.catalogue.requests import Stores
@@ -163,6 +164,13 @@ def retain(
     after = Stores({HOME.store: view.store}).run(HOME.retain(view.catalogue, kept(keep, in_use)))
     found = View(after, view.store)
     return found, tuple(sorted(set(view.checkpoints).difference(found.checkpoints)))
+
+
+def retained(view: View, keep: Keep) -> View:
+    """The view that `retain` would return now. Changes nothing."""
+    rule = kept(keep)
+    whole = Stores({HOME.store: view.store}).run(HOME.whole(view.catalogue, rule.last))
+    return View(changes.retain(view.catalogue, keep=replace(rule, whole=whole)), view.store)
 
 
 def collect(store: Store, catalogue: Catalogue, *, trims: bool = True) -> None:

@@ -1,8 +1,7 @@
 """Access to a run from this node for a command: its runtime folder, its locks, the check for a living job.
 
 A command that changes the run holds `recover.lock`, and the keeper's own lock if no keeper lives, so that no
-keeper is elected meanwhile. It is refused, with the process, while a trainer lives. A dry run takes no lock:
-it gets views of the store and of the runtime folder.
+keeper is elected meanwhile. It is refused, with the process, while a trainer lives. A dry run takes no lock.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from flashckpt.keeper.protocol import ELECTION_LOCK
 from flashckpt.memory.runtime import LifeLock, RuntimeFolder, base_folder, holder_of, identity_of, is_alive
 from flashckpt.options import Environment
 from flashckpt.store.base import Store
-from flashckpt.store.overlay import OverlayStore
 
 RECOVERY_LOCK = "recover.lock"
 _TRIES = 20
@@ -99,18 +97,13 @@ def died_here(store: Store, runtime: RuntimeFolder) -> AttemptName | None:
 class Hold:
     """A run that no job trains and no other command changes, for as long as `guard` does not raise.
     `election`: the keeper's lock, None while a keeper lives. `newest`: the newest attempt when the hold
-    began. `stored`: of a dry run the store as it is; `store` is an overlay of it."""
+    began. `is_view`: of a dry run, which changes nothing and holds no lock."""
 
     store: Store
     runtime: RuntimeFolder
     newest: AttemptName | None
     election: LifeLock | None = None
-    stored: Store | None = None
-
-    @property
-    def is_view(self) -> bool:
-        """Whether this is a dry run, which changes nothing and holds no lock."""
-        return self.stored is not None
+    is_view: bool = False
 
     def take_election(self) -> None:
         """Take the place of the keeper, which has left. RunHeldError if another process was faster."""
@@ -140,7 +133,7 @@ class Hold:
 
 @contextlib.contextmanager
 def view(store: Store, run: View) -> Iterator[Hold]:
-    """A run for a dry run: its writes stay in this process. RunHeldError as of `hold`."""
+    """A run for a dry run. RunHeldError as of `hold`."""
     with contextlib.ExitStack() as stack:
         runtime = stack.enter_context(runtime_of(store, run))
         refuse_if_held(store, runtime)
@@ -148,7 +141,7 @@ def view(store: Store, run: View) -> Iterator[Hold]:
             base = stack.enter_context(tempfile.TemporaryDirectory())
             runtime = RuntimeFolder.open(base, _identity(store, run))
             stack.callback(runtime.close)
-        yield Hold(OverlayStore(store), runtime, run.attempt, stored=store)
+        yield Hold(store, runtime, run.attempt, is_view=True)
 
 
 @contextlib.contextmanager

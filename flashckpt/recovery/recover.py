@@ -3,9 +3,8 @@
     delete garbage → commit whole snapshots → save memory and cache → verify, mark → free memory
     → find the next resume
 
-A region is freed last, once its snapshot is whole at rest. The
-next recovery repeats a stage that was killed. A dry run does the same on views of the store, the regions and
-the cache, which keep every change in this process.
+A region is freed last, once its snapshot is whole at rest. The next recovery repeats a stage that was killed.
+A dry run audits what a recovery would save, and writes nothing.
 """
 
 from __future__ import annotations
@@ -14,13 +13,14 @@ import contextlib
 import logging
 import os
 import secrets
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import closing
 from dataclasses import replace
 
 from flashckpt.catalogue.requests import Stores
 from flashckpt.commit import attempts, lineage
 from flashckpt.commit.choice import Offer, Place, RankOffers
+from flashckpt.commit.commit_step import folder_of
 from flashckpt.commit.needed import Survivor, needed_slots
 from flashckpt.commit.steps import is_whole
 from flashckpt.commit.view import HOME, View, check_writable, open_run, writers_in
@@ -62,7 +62,7 @@ from flashckpt.threads import Worker
 log = logging.getLogger(__name__)
 
 _SHOWN = 8
-_SAVED = frozenset({Fate.COMMITTED, Fate.SOUND, Fate.WAS_COMMITTED})
+_SAVED = frozenset({Fate.COMMITTED, Fate.WAS_COMMITTED})
 _TIERS = {Place.MEMORY: "memory", Place.CACHE: "cache", Place.HOME: "local", Place.MIRROR: "remote"}
 
 
@@ -91,10 +91,7 @@ def recover(
     watcher = watcher or Watcher()
     run = _opened(store, dry_run=dry_run)
     watcher.stage("looking")
-    with (
-        (view if dry_run else hold)(store, run) as held,
-        closing(Ledger(held.store)) as ledger,
-    ):
+    with (view if dry_run else hold)(store, run) as held, closing(Ledger(store)) as ledger:
         _rebuild_if_older(held, run)
         keeper, status = _ask_keeper(held, watcher, discard=discard)
         # The keeper has the snapshots, and saves them itself. A dry run finds out what it would save.
@@ -102,17 +99,15 @@ def recover(
         with closing(_NodeSnapshots(held, watcher, ledger, is_keepers=is_keepers)) as node:
             node.adopt(cache)
             parts, examined, orphans = _saved(held, node, keeper, status, watcher, ledger, read=read)
-            # A dry run names the step of a start right now.
-            resume = node.resume(examined.damaged, remote) if held.is_view else None
             if not is_keepers:
                 watcher.stage("letting go")
                 node.let_go(examined, discard=discard)
             watcher.stage("resume")
-            found, problem = resume or node.resume(examined.damaged, remote)
+            found, problem = node.resume(examined.damaged, remote)
             if found is not None:
                 found = replace(found, of_all=not (node.unseen and found.tier in ("memory", "cache")))
             report = RecoveryReport(
-                run=held.store.url,
+                run=store.url,
                 run_id=run.run_id,
                 dry_run=held.is_view,
                 verified=read,
@@ -124,7 +119,8 @@ def recover(
                 resume_problem=problem,
                 unseen=node.unseen,
             )
-        ledger.add(None, Event.RECOVER, resume=found and found.step, problem=problem or None)
+        if not held.is_view:
+            ledger.add(None, Event.RECOVER, resume=found and found.step, problem=problem or None)
     return report
 
 
@@ -155,20 +151,23 @@ def _saved(
     whole = commit_whole(held.store, dry_run=held.is_view)
     if status is not None:
         node.report(status)
+    elif held.is_view:
+        node.judge()
     else:
         node.save()
     watcher.stage("committing")
     held.guard()
     parts = {each.place: each for each in (*unfinished(held.store), *whole)}
     watcher.stage("verifying")
-    examined = examine(held.stored or held.store, watcher, read=read)
-    watcher.stage("quarantining")
-    held.guard()
-    quarantine(held.store, examined, ledger)
-    if keeper is None:
-        _note_death(held, node.unsaved, ledger)
-    watcher.stage("clearing")
-    orphans |= {each.place: each for each in clear_garbage(held, ledger)}
+    examined = examine(held.store, watcher, read=read)
+    if not held.is_view:
+        watcher.stage("quarantining")
+        held.guard()
+        quarantine(held.store, examined, ledger)
+        if keeper is None:
+            _note_death(held, node.unsaved, ledger)
+        watcher.stage("clearing")
+        orphans |= {each.place: each for each in clear_garbage(held, ledger)}
     return parts.values(), examined, orphans.values()
 
 
@@ -327,9 +326,7 @@ class _NodeSnapshots:
     def save(self) -> None:
         """Persist and commit the snapshots that are needed. Afterwards `findings` has a row for each."""
         self._regions.reclaim()
-        for held, sealed in self._sealed():
-            outcome = Fate.WAS_COMMITTED if sealed.is_persisted else Fate.KEPT
-            self._snapshots[held.slot.name] = _row(sealed, outcome)
+        self._list()
         for rank in sorted({held.slot.rank for held in (*self._regions.slots(), *self._regions.cached())}):
             self._queue.rescue(rank)
         before = self._queue.progress_bytes
@@ -346,6 +343,34 @@ class _NodeSnapshots:
             if found.outcome is Fate.KEPT and not found.detail and found.attempt in self.unsaved:
                 self._note(name, Fate.KEPT, "a newer one could not be saved")
 
+    def judge(self) -> None:
+        """For a dry run: find out what `save` would save, and whether its bytes are those of its boundary."""
+        self._regions.reclaim()
+        view, here, judged = View.of(self._store), self._list(), set[str]()
+        asked = {name for name, each in here.items() if each.slot.wants_home(each.generation)}
+        while left := (asked | self._needed()) - judged:  # an older one may be needed where one is torn
+            judged |= left
+            for name in left:
+                if self._snapshots[name].outcome is Fate.KEPT:
+                    self._note(name, *self._judged(view, here[name]))
+        torn = {each.id: rank_of(name) for name, each in self._snapshots.items() if each.outcome is Fate.TORN}
+        for name, each in self._snapshots.items():
+            if each.outcome is Fate.SOUND and each.id in torn:
+                self._note(name, Fate.KEPT, f"what rank {torn[each.id]} has of it is torn")
+
+    def _judged(self, view: View, sealed: Sealed) -> tuple[Fate, str]:
+        try:
+            folder_of(view, sealed.id)
+        except FlashckptError as error:
+            return Fate.KEPT, str(error)
+        wrong, frozen = (", ".join(each[:_SHOWN]) for each in self._wrong_leaves(sealed))
+        if wrong:
+            return Fate.TORN, f"not the bytes of its boundary: {wrong}"
+        if frozen:
+            why = f"frozen leaves in memory are missing or differ ({frozen})"
+            return Fate.KEPT, f"{why}: it is saved if their file at rest is whole"
+        return Fate.SOUND, ""
+
     def _world_of(self, attempt: AttemptName) -> int | None:
         with contextlib.suppress(DamagedError):
             newest = View.of(self._store)
@@ -361,30 +386,37 @@ class _NodeSnapshots:
 
     # ---- findings
 
-    def report(self, status: Status) -> None:
-        """The slots of a living keeper, with what its status says of them."""
-        reasons = dict.fromkeys(status.waiting, node_keepers.STILL)
-        reasons |= dict.fromkeys(status.for_others, "its part is saved; those of other nodes are missing")
-        reasons |= {each.step: each.message for each in status.failures}
-        for held, sealed in self._sealed():
+    def _list(self) -> dict[str, Sealed]:
+        """Make a row for each slot with a snapshot. Returns the undamaged ones."""
+        here = {held.slot.name: sealed for held, sealed in self._sealed()}
+        for name, sealed in here.items():
             outcome = Fate.WAS_COMMITTED if sealed.is_persisted else Fate.KEPT
-            if sealed.step in status.for_others:
-                outcome = Fate.KEPT
-            elif sealed.step in status.waiting and not sealed.is_persisted:
-                outcome = Fate.FAILED
-            why = reasons.get(sealed.step, "the keeper has it")
-            self._snapshots[held.slot.name] = _row(sealed, outcome, why)
+            self._snapshots[name] = _row(sealed, outcome)
         for held in self._regions.slots():
             try:
                 held.slot.sealed()
             except DamagedError as error:
                 self._note(held.slot.name, Fate.TORN, str(error))
+        return here
+
+    def report(self, status: Status) -> None:
+        """The slots of a living keeper, with what its status says of them."""
+        reasons = dict.fromkeys(status.waiting, node_keepers.STILL)
+        reasons |= dict.fromkeys(status.for_others, "its part is saved; those of other nodes are missing")
+        reasons |= {each.step: each.message for each in status.failures}
+        for name, sealed in self._list().items():
+            outcome = self._snapshots[name].outcome
+            if sealed.step in status.for_others:
+                outcome = Fate.KEPT
+            elif sealed.step in status.waiting and not sealed.is_persisted:
+                outcome = Fate.FAILED
+            self._note(name, outcome, reasons.get(sealed.step, "the keeper has it"))
         for torn in status.torn:
             why = f"not the bytes of its boundary: {', '.join(torn.leaves[:_SHOWN]) or 'its metadata'}"
             self._note_unreadable(torn.slot, Fate.TORN, why, torn.step)
 
     def _note_outcome(self, job: StepJob, outcome: StepOutcome) -> None:
-        fate, detail = _fate_of(outcome, is_dry_run=self._hold.is_view)
+        fate, detail = _fate_of(outcome)
         if outcome.state is JobState.PART_WRITTEN:
             self._waiting.add(job.attempt)
         for name in (name for each in job.members() for name in self._copies(each.slot.name)):
@@ -413,6 +445,8 @@ class _NodeSnapshots:
         rest: the copy of a step that is damaged there stays. With `discard` also snapshots that are committed
         nowhere."""
         stays = self._settle(examined, discard=discard)
+        if self._hold.is_view:
+            return
         for held in [*self._regions.slots(), *self._cached]:
             self._hold.guard()
             if held.slot.name in stays:
@@ -435,16 +469,12 @@ class _NodeSnapshots:
 
     def _settle(self, examined: Examined, *, discard: bool) -> set[str]:
         """The names of the slots that stay; notes the outcome of the others."""
-        saved = {
-            name: CommitName(each.step, each.id.attempt, each.id.boundary)
-            for name, each in self._snapshots.items()
-            if each.outcome in _SAVED and each.step is not None and each.id is not None
-        }
+        saved = self._committed()
         stays = {name for name, each in saved.items() if each in examined.damaged}
         for name in stays:
             self._note(name, Fate.KEPT, "its copy at rest is not whole: training resumes from memory")
-        for name in self._needed(saved) - stays:
-            if discard:
+        for name in self._needed() - stays:
+            if discard and self._snapshots[name].outcome is not Fate.SOUND:
                 self._note_discarded(name)
             else:
                 stays.add(name)
@@ -453,10 +483,17 @@ class _NodeSnapshots:
                 self._snapshots[name] = replace(each, outcome=Fate.DROPPED)
         return stays
 
-    def _needed(self, saved: Mapping[str, CommitName]) -> set[str]:
-        """Slots with a snapshot that is committed nowhere and still counts. `saved`: the checkpoints of the
-        others."""
-        newest = View.of(self._store)
+    def _committed(self) -> dict[str, CommitName]:
+        """The checkpoints of the slots whose snapshots are committed."""
+        return {
+            name: CommitName(each.step, each.id.attempt, each.id.boundary)
+            for name, each in self._snapshots.items()
+            if each.outcome in _SAVED and each.step is not None and each.id is not None
+        }
+
+    def _needed(self) -> set[str]:
+        """Slots with a snapshot that is committed nowhere and still counts."""
+        newest, saved = View.of(self._store), self._committed()
         left = [
             Survivor(
                 slot=name,
@@ -513,7 +550,6 @@ class _NodeSnapshots:
         """The step and tier of the next resume, or why there is none; neither for a run without steps.
         `damaged` are steps at rest that cannot be used. A snapshot in memory or cache is audited if it comes
         first."""
-        store = self._hold.stored or self._store
         there = None if remote is None else lineage.RemoteRun(store=remote)
         torn = set[tuple[str, int]]()
         while True:
@@ -521,7 +557,7 @@ class _NodeSnapshots:
             row = RankOffers.of(0, offers)
             try:
                 broken = [each.id for each in damaged]
-                choice = lineage.next_start(View.of(store), [row], there, damaged=broken)
+                choice = lineage.next_start(View.of(self._store), [row], there, damaged=broken)
             except (OSError, FlashckptError) as error:
                 return None, f"the step is not known: {error}"
             if choice.refusal is not None or not choice.candidates:
@@ -530,7 +566,7 @@ class _NodeSnapshots:
             place = first.places(row)[0]
             wrong = set[tuple[str, int]]()
             if place in (Place.MEMORY, Place.CACHE):
-                wrong = {each.key for each in held[first.id] if not self._is_sound(each)}
+                wrong = {each.key for each in held[first.id] if any(self._wrong_leaves(each))}
             if not wrong:
                 found = Resume(step=first.step, attempt=first.id.attempt, tier=_TIERS[place])
                 return found, ""
@@ -560,30 +596,33 @@ class _NodeSnapshots:
             offers.append(Offer(id=id, step=step, place=place, problem=problem))
         return {id: [sealed for _, sealed in of.values()] for id, of in copies.items()}, offers
 
-    def _is_sound(self, sealed: Sealed) -> bool:
-        """Whether the bytes of a snapshot are those of its boundary."""
+    def _wrong_leaves(self, sealed: Sealed) -> tuple[list[str], list[str]]:
+        """The leaves of a snapshot whose bytes are not those of its boundary, and the frozen ones."""
         region = self._regions.constants_named_by(sealed)
         regions: tuple[Slot, ...] = () if region is None else (region,)
         snapshot = SealedSnapshot(sealed.slot, sealed.generation, 0, regions)
         try:
             metadata = sealed.slot.metadata(sealed)
             check_header(sealed.slot, metadata.layout)
-            return not differing(metadata, snapshot.sources(metadata))
-        except (DamagedError, Torn, OSError):
-            return False
+            wrong = differing(metadata, snapshot.sources(metadata))
+        except (DamagedError, Torn, OSError) as error:
+            return [str(error)], []
+        names = [metadata.leaves[index].name for index in wrong]
+        count = sum(index < metadata.image.first_constant for index in wrong)
+        return names[:count], names[count:]
 
 
-def _row(sealed: Sealed, outcome: Fate, detail: str = "") -> Finding:
+def _row(sealed: Sealed, outcome: Fate) -> Finding:
     num_bytes = sealed.record.image_bytes + sealed.record.constants_bytes
-    return Finding(Kind.SNAPSHOT, outcome, sealed.slot.name, sealed.id, sealed.step, num_bytes, detail)
+    return Finding(Kind.SNAPSHOT, outcome, sealed.slot.name, sealed.id, sealed.step, num_bytes)
 
 
-def _fate_of(outcome: StepOutcome, *, is_dry_run: bool) -> tuple[Fate, str]:
+def _fate_of(outcome: StepOutcome) -> tuple[Fate, str]:
     """The word for the outcome of a step, and the reason."""
     detail = outcome.message
     match outcome.state:
         case JobState.COMMITTED:
-            return Fate.SOUND if is_dry_run else Fate.COMMITTED, ""
+            return Fate.COMMITTED, ""
         case JobState.PART_WRITTEN:
             waits = "its part is saved; it is committed once those of the other ranks are there"
             return Fate.KEPT, detail or waits

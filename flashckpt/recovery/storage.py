@@ -10,16 +10,18 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from flashckpt.catalogue.changes import Spared, clear, spared, visible
+from flashckpt.catalogue.home import checkpoint_of
 from flashckpt.catalogue.requests import Stores
 from flashckpt.commit import lineage
 from flashckpt.commit.attempts import settle
-from flashckpt.commit.commit_step import collect, retain
+from flashckpt.commit.commit_step import collect, retain, retained
 from flashckpt.commit.steps import heads_at_rest, is_whole, lacking, whole_or_why
 from flashckpt.commit.tidying import temporary_files
 from flashckpt.commit.verification import Row, verify
 from flashckpt.commit.view import HOME, View, check_writable, folders_in, name_of, open_run
-from flashckpt.errors import DamagedError
-from flashckpt.format.catalogue import FROZEN_PREFIX, Folder
+from flashckpt.errors import DamagedError, DivergedError
+from flashckpt.format.catalogue import FROZEN_PREFIX, Checkpoint, Folder
+from flashckpt.format.manifest import Manifest
 from flashckpt.format.names import CommitName
 from flashckpt.options import Keep
 from flashckpt.persist.ledger import Event, Ledger
@@ -49,16 +51,26 @@ class Examined:
 def commit_whole(store: Store, *, dry_run: bool) -> list[Finding]:
     """Commit the whole snapshots that the newest attempt has left. Returns a finding for each, newest
     first."""
-    before, found = View.of(store), list[Finding]()
+    before, fate = View.of(store), Fate.SOUND if dry_run else Fate.COMMITTED
     try:
-        after = settle(before).view
+        made = _whole(before) if dry_run else settle(before).view.catalogue.checkpoints
     except OSError as error:
         return [_failed(each, error) for each in before.pending()[::-1]]
-    for each in after.catalogue.checkpoints:
-        if not before.catalogue.has(each.id):
-            fate = Fate.SOUND if dry_run else Fate.COMMITTED
-            found.append(Finding(Kind.PARTS, fate, each.folder.path, each.id, each.step, each.num_bytes))
-    return found[::-1]
+    return [
+        Finding(Kind.PARTS, fate, each.folder.path, each.id, each.step, each.num_bytes)
+        for each in made[::-1]
+        if not before.catalogue.has(each.id)
+    ]
+
+
+def _whole(view: View) -> list[Checkpoint]:
+    """The whole snapshots that the newest attempt has left."""
+    found = []
+    for folder in view.pending():
+        with suppress(DamagedError, DivergedError):
+            manifest = Stores({HOME.store: view.store}).run(HOME.gather(folder))
+            found += [checkpoint_of(manifest)] if isinstance(manifest, Manifest) else []
+    return found
 
 
 def unfinished(store: Store) -> list[Finding]:
@@ -166,10 +178,12 @@ def _listed(store: Store) -> Examined:
 
 
 def clear_garbage(hold: Hold, ledger: Ledger) -> list[Finding]:
-    """Delete files that no step can name any more, and temporary files. Returns a finding for each.
-    RunHeldError once a job has begun."""
+    """Delete files that no step can name any more, and temporary files; a dry run only finds them. Returns a
+    finding for each. RunHeldError once a job has begun."""
     store = hold.store
     found = {each.place: each for each in _garbage(store)}
+    if hold.is_view:
+        return [*found.values()]
     hold.guard()
     failure = ""
     try:
@@ -233,16 +247,22 @@ def prune(store: Store, keep: Keep, *, dry_run: bool = False) -> Pruning:
         check_writable(store)
     run = open_run(store, create=False)
     with (view if dry_run else hold)(store, run) as held:
-        store = held.store
         before = View.of(store)
         held.guard()
-        after, gone = retain(before, keep)
-        collect(store, after.catalogue)
-        store.remove_files(path for path, _ in temporary_files(store))
+        if dry_run:
+            after = retained(before, keep)
+        else:
+            after = retain(before, keep)[0]
+            collect(store, after.catalogue)
+            store.remove_files(path for path, _ in temporary_files(store))
         sizes = {each.id: each.num_bytes for each in before.catalogue.checkpoints}
         return Pruning(
             run=store.url,
             dry_run=dry_run,
-            gone=tuple(Pruned(name=each, num_bytes=sizes[each.id]) for each in gone),
+            gone=tuple(
+                Pruned(name=each, num_bytes=sizes[each.id])
+                for each in before.checkpoints
+                if not after.has(each)
+            ),
             kept=tuple(sorted({each.step for each in after.visible()})),
         )
