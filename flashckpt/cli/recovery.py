@@ -38,9 +38,6 @@ _TIERS = {"memory": "this node's memory", "cache": "this node's cache", "remote"
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Change nothing at all: report what a recovery would do.")
 ]
-Discard = Annotated[
-    bool, typer.Option("--discard", help="Free snapshots in memory that can be committed nowhere.")
-]
 Cache = Annotated[
     str | None,
     typer.Option("--cache", metavar="DIR", help="The folder that attach(cache=) named on this node."),
@@ -66,7 +63,6 @@ DiscardAll = Annotated[
 def recover(
     run: Run,
     dry_run: DryRun = False,
-    discard: Discard = False,
     verify: Verify = True,
     remote: Remote = None,
     cache: Cache = None,
@@ -86,7 +82,7 @@ def recover(
     far = remote_of(store, remote)
     with Bar(notices()) as watcher:
         report = save_what_survived(
-            store, dry_run=dry_run, discard=discard, read=verify, remote=far, cache=cache, watcher=watcher
+            store, dry_run=dry_run, read=verify, remote=far, cache=cache, watcher=watcher
         )
     code = exit_code_of(report)
     if as_json:

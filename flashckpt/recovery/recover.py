@@ -70,7 +70,6 @@ def recover(
     store: Store,
     *,
     dry_run: bool = False,
-    discard: bool = False,
     read: bool = True,
     remote: Store | None = None,
     cache: str | None = None,
@@ -78,10 +77,9 @@ def recover(
 ) -> RecoveryReport:
     """Save what survived a crash, and find the step from which training resumes.
 
-    dry_run: change nothing, and report what a recovery would find. discard: free snapshots in memory that can
-    be committed nowhere. read: verify every byte of the visible steps. remote: the mirror that the next start
-    will name; it is only read. cache: a folder that the run had as its cache on this node; snapshots there
-    are saved like those in memory.
+    dry_run: change nothing, and report what a recovery would find. read: verify every byte of the visible
+    steps. remote: the mirror that the next start will name; it is only read. cache: a folder that the run had
+    as its cache on this node; snapshots there are saved like those in memory.
 
     Raises RunHeldError while a job, or another recovery, has the run; NoSuchStepError and RunError if the
     folder is no run; KeeperError for a keeper that does not answer.
@@ -93,7 +91,7 @@ def recover(
     watcher.stage("looking")
     with (view if dry_run else hold)(store, run) as held, closing(Ledger(store)) as ledger:
         _rebuild_if_older(held, run)
-        keeper, status = _ask_keeper(held, watcher, discard=discard)
+        keeper, status = _ask_keeper(held, watcher)
         # The keeper has the snapshots, and saves them itself. A dry run finds out what it would save.
         is_keepers = keeper is not None and not held.is_view
         with closing(_NodeSnapshots(held, watcher, ledger, is_keepers=is_keepers)) as node:
@@ -101,7 +99,7 @@ def recover(
             parts, examined, orphans = _saved(held, node, keeper, status, watcher, ledger, read=read)
             if not is_keepers:
                 watcher.stage("letting go")
-                node.let_go(examined, discard=discard)
+                node.let_go(examined)
             watcher.stage("resume")
             found, problem = node.resume(examined.damaged, remote)
             if found is not None:
@@ -195,7 +193,7 @@ def _rebuilt(store: Store, before: View | None = None) -> View:
     return rebuilt
 
 
-def _ask_keeper(held: Hold, watcher: Watcher, *, discard: bool) -> tuple[int | None, Status | None]:
+def _ask_keeper(held: Hold, watcher: Watcher) -> tuple[int | None, Status | None]:
     """Let a living keeper save what it has. Returns its process and its status; (None, None) if this process
     has taken its place. A dry run asks nothing."""
     if held.is_view:
@@ -207,9 +205,6 @@ def _ask_keeper(held: Hold, watcher: Watcher, *, discard: bool) -> tuple[int | N
     status = node_keepers.wait_until_saved(
         held.store.url, held.runtime, watcher.progress, watcher.say, held.guard
     )
-    if discard and status is not None:
-        node_keepers.end_process(held.runtime)
-        status = None
     if status is None:
         held.take_election()
         return None, None
@@ -440,11 +435,10 @@ class _NodeSnapshots:
 
     # ---- freeing memory
 
-    def let_go(self, examined: Examined, *, discard: bool) -> None:
+    def let_go(self, examined: Examined) -> None:
         """Remove the regions whose snapshots are whole at rest, or not needed. `examined` are the steps at
-        rest: the copy of a step that is damaged there stays. With `discard` also snapshots that are committed
-        nowhere."""
-        stays = self._settle(examined, discard=discard)
+        rest: the copy of a step that is damaged there stays."""
+        stays = self._settle(examined)
         if self._hold.is_view:
             return
         for held in [*self._regions.slots(), *self._cached]:
@@ -467,17 +461,13 @@ class _NodeSnapshots:
             if not self._cache.names():
                 self._cache.discard()
 
-    def _settle(self, examined: Examined, *, discard: bool) -> set[str]:
+    def _settle(self, examined: Examined) -> set[str]:
         """The names of the slots that stay; notes the outcome of the others."""
         saved = self._committed()
         stays = {name for name, each in saved.items() if each in examined.damaged}
         for name in stays:
             self._note(name, Fate.KEPT, "its copy at rest is not whole: training resumes from memory")
-        for name in self._needed() - stays:
-            if discard and self._snapshots[name].outcome is not Fate.SOUND:
-                self._note_discarded(name)
-            else:
-                stays.add(name)
+        stays |= self._needed()
         for name, each in self._snapshots.items():
             if name not in stays and each.outcome is Fate.KEPT and each.attempt is not None:
                 self._snapshots[name] = replace(each, outcome=Fate.DROPPED)
@@ -512,16 +502,6 @@ class _NodeSnapshots:
             return kept | (needed_slots(self._store, left) if names else set())
         except (OSError, FlashckptError):
             return names
-
-    def _note_discarded(self, name: str) -> None:
-        lost = self._snapshots[name]
-        self._snapshots[name] = replace(lost, outcome=Fate.DISCARDED)
-        if self._hold.is_view:
-            return
-        what = f"step {lost.step} of attempt {lost.attempt}"
-        self._watcher.say(f"discarding {what}, which is committed nowhere ({lost.place})")
-        attempt = None if lost.attempt is None else str(lost.attempt)
-        self._ledger.add(attempt, Event.CLOSE, what="discard", step=lost.step, slot=lost.place, by="recover")
 
     def _remove_cached(self, held: HeldRegion) -> None:
         name = held.slot.name

@@ -33,7 +33,6 @@ class Fate(str, Enum):
     FAILED = "failed"
     KEPT = "kept"
     DROPPED = "dropped"
-    DISCARDED = "discarded"
     QUARANTINED = "quarantined"
     WAS_QUARANTINED = "was quarantined"
     REMOVED = "removed"

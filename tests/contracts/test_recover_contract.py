@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "recovery.md"
 KINDS = {"snapshot", "parts", "step", "orphans"}
 OUTCOMES = {
-    "committed", "sound", "was committed", "torn", "failed", "kept", "dropped", "discarded",
+    "committed", "sound", "was committed", "torn", "failed", "kept", "dropped",
     "quarantined", "was quarantined", "removed",
 }  # fmt: skip
 KEYS = [
@@ -65,7 +65,7 @@ def test_the_document_has_every_word() -> None:
     ("found", "code"),
     [
         (report(), 0),
-        (report(finding(Fate.COMMITTED), finding(Fate.KEPT), finding(Fate.DISCARDED)), 0),
+        (report(finding(Fate.COMMITTED), finding(Fate.KEPT), finding(Fate.DROPPED)), 0),
         (report(finding(Fate.TORN, damage=True), finding(Fate.COMMITTED)), 1),
         (report(finding(Fate.QUARANTINED, damage=True)), 1),
         (report(finding(Fate.QUARANTINED, damage=True), problem="none is whole"), 3),

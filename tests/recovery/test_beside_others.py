@@ -149,9 +149,9 @@ def test_a_keeper_that_lingers_saves_all_and_stays_until_asked_to_go(lingers: Cr
     assert len(regions_of(lingers.folder)) == 3, "its memory is as near as it was"
     assert node.RECOVERY_LOCK not in lingers.folder.names()
 
-    assert recovered(lingers.run, discard=True).keeper is None
+    keepers.end_process(lingers.folder)
+    assert recovered(lingers.run).keeper is None
     assert committed(lingers.run) == [1, 2]
-    assert keeper_pid(lingers.folder) is None
     assert regions_of(lingers.folder) == []
 
 

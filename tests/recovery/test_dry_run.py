@@ -10,7 +10,7 @@ import pytest
 
 from flashckpt.recovery.report import Kind, RecoveryReport
 from tests import run_view
-from tests.recovery.messes import MESSES, everything, left_branch
+from tests.recovery.messes import MESSES, everything
 from tests.recovery.scene import recovered, rows, whole_tree
 
 
@@ -40,14 +40,6 @@ def test_nothing_is_touched_and_the_real_run_finds_what_was_said(
     assert said.resume is not None
     assert done.resume is not None
     assert said.resume.step == done.resume.step
-
-
-def test_the_same_with_discard(run: Path, runtime: Path) -> None:
-    left_branch(run, runtime)
-    before = whole_tree(run, runtime)
-    said = recovered(run, dry_run=True, discard=True)
-    assert whole_tree(run, runtime) == before
-    assert_found(said, recovered(run, discard=True))
 
 
 def test_no_runtime_folder_is_made(run: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from flashckpt.keeper.node_keepers import end_process
 from tests.keeper.driver import committed
 from tests.keeper.fake import FakeTrainer, keeper_pid
 from tests.recovery.scene import Crash, recovered, regions_of, rows
@@ -38,7 +39,8 @@ def test_a_recovery_and_a_trainer_work_as_ever(tmp_path: Path, runtime: Path) ->
     assert ("snapshot", "committed", 2) in rows(recovered(crash.run))
     again = Crash(crash.run, runtime, parent=crash.attempt, step=2, linger_s=600).slots().commit(3)
     again.trainer.kill()
-    assert recovered(crash.run, discard=True).keeper is None
+    end_process(again.folder)
+    assert recovered(crash.run).keeper is None
     assert keeper_pid(again.folder) is None
     assert regions_of(again.folder) == []
     assert committed(crash.run) == [2, 3]

@@ -8,7 +8,7 @@ from pathlib import Path
 from flashckpt.commit.lineage import branch
 from flashckpt.commit.needed import Survivor, needed_slots
 from flashckpt.commit.view import View
-from flashckpt.recovery.report import Watcher
+from flashckpt.keeper import node_keepers as keepers
 from flashckpt.store import open_store
 from tests import run_view
 from tests.commit.runs import name_of
@@ -82,13 +82,10 @@ def test_a_branch_that_was_left_never_becomes_visible(tmp_path: Path, runtime: P
     assert visible(run) == before == [(1, crash.attempt)]
     assert resume(report) == (1, crash.attempt, "local")
     assert not list(run.glob("data/*/*7")), "not a byte of it is written"
-    assert regions_of(crash.folder) == [slot], "it stays until the branch has committed, or --discard"
+    assert regions_of(crash.folder) == [slot], "it stays until the branch has committed, or it is given up"
     assert rows(recovered(run), "snapshot") == [("snapshot", "kept", 7)]
 
-    told: list[str] = []
-    discarded = recovered(run, discard=True, watcher=Listener(told))
-    assert rows(discarded, "snapshot") == [("snapshot", "discarded", 7)]
-    assert any("discarding step 7" in line for line in told), "what is lost is said"
+    keepers.end(keepers.find(crash.folder.path), discard=True)
     assert regions_of(crash.folder) == []
     assert visible(run) == before
 
@@ -140,7 +137,7 @@ def test_the_good_copy_of_a_step_that_was_damaged_at_rest_stays(run: Path, runti
     [shard] = run.glob("data/*/*2/rank-*")
     flip_image(shard)
     for _ in range(2):
-        report = recovered(run, discard=True)
+        report = recovered(run)
         assert resume(report) == (2, crash.attempt, "memory")
         assert report.damaged
         assert len(regions_of(crash.folder)) == 1
@@ -149,14 +146,6 @@ def test_the_good_copy_of_a_step_that_was_damaged_at_rest_stays(run: Path, runti
     second = Crash(run, runtime, start=False)
     assert [step for _, step in second.trainer.do("survivors")] == [2]
     second.both_killed()
-
-
-class Listener(Watcher):
-    def __init__(self, told: list[str]) -> None:
-        self._told = told
-
-    def say(self, text: str) -> None:
-        self._told.append(text)
 
 
 def test_the_parent_of_the_newest_attempt_is_saved_beside_a_newer_step(run: Path, runtime: Path) -> None:

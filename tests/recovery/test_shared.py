@@ -83,7 +83,7 @@ def test_a_region_is_not_needed_where_its_file_stands(run: Path, runtime: Path) 
     assert not os.path.exists(crash.folder.path)
 
 
-def test_without_region_and_shard_it_stays_until_discarded(run: Path, runtime: Path) -> None:
+def test_without_region_and_shard_it_stays(run: Path, runtime: Path) -> None:
     crash = shared(run, runtime)
     slots = crash.seal(2, 3)
     region_of(crash).unlink()
@@ -96,8 +96,6 @@ def test_without_region_and_shard_it_stays_until_discarded(run: Path, runtime: P
     assert sorted(regions_of(crash.folder)) == sorted(slots), "another process may have the region"
     assert committed(run) == []
     assert not list(run.glob("data/*/*/*"))
-    assert rows(recovered(run, discard=True)) == [("snapshot", "discarded", 3), ("snapshot", "discarded", 2)]
-    assert not os.path.exists(crash.folder.path)
 
 
 def test_a_foreign_file_of_that_name_is_told_and_not_touched(run: Path, runtime: Path) -> None:
@@ -108,7 +106,7 @@ def test_a_foreign_file_of_that_name_is_told_and_not_touched(run: Path, runtime:
     foreign.write_bytes(b"of somebody else" * 1000)
     foreign.chmod(0o600)
     before = foreign.stat(), foreign.read_bytes()
-    for how in ({"dry_run": True}, {}, {"discard": True}):
+    for how in ({"dry_run": True}, {}):
         report = recovered(run, **how)
         [found] = [each for each in report.findings if each.place == foreign.name]
         assert (found.outcome.value, found.damage) == ("kept", True)
