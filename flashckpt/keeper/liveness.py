@@ -17,7 +17,7 @@ from typing import Literal
 
 from flashckpt import crashpoints
 from flashckpt.commit import attempts
-from flashckpt.commit.needed import Survivor, needed_slots
+from flashckpt.commit.needed import needed_slots
 from flashckpt.commit.view import View
 from flashckpt.errors import DamagedError, FlashckptError, FormatError, RunError, UnusableRunError
 from flashckpt.format.catalogue import EMPTY, Catalogue
@@ -25,7 +25,7 @@ from flashckpt.format.names import AttemptName, alive_path
 from flashckpt.memory.held_regions import HeldRegion, Regions
 from flashckpt.memory.region import NAMED
 from flashckpt.memory.runtime import TrainerLocks, identity_of
-from flashckpt.memory.slot import Sealed, must_stay
+from flashckpt.memory.slot import must_stay
 from flashckpt.persist.job import Trainer
 from flashckpt.persist.queue import Queue
 from flashckpt.store import open_store
@@ -365,22 +365,11 @@ class ExitRule:
             needed = [each for each in sealed if must_stay(each, self._regions.sealed(each.slot.rank))]
             return {each.slot.name for each in needed if not each.is_persisted}
         try:
-            return needed_slots(self._store, [_survivor(each) for each in sealed])
+            committed = {each.slot.name for each in sealed if each.is_persisted}
+            return needed_slots(self._store, sealed, committed)
         except (OSError, FlashckptError) as error:
             log.warning("the run cannot be read (%s): slots stay as they are", error)
             return {each.slot.name for each in sealed if not each.is_persisted}
-
-
-def _survivor(sealed: Sealed) -> Survivor:
-    return Survivor(
-        slot=sealed.slot.name,
-        rank=sealed.slot.rank,
-        attempt=sealed.attempt,
-        step=sealed.step,
-        boundary=sealed.boundary,
-        is_committed=sealed.is_persisted,
-        complete=sealed.slot.complete,
-    )
 
 
 def _lives(pid: int) -> bool:

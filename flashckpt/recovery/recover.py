@@ -21,7 +21,7 @@ from flashckpt.catalogue.requests import Stores
 from flashckpt.commit import attempts, lineage
 from flashckpt.commit.choice import Offer, Place, RankOffers
 from flashckpt.commit.commit_step import folder_of
-from flashckpt.commit.needed import Survivor, needed_slots
+from flashckpt.commit.needed import needed_slots
 from flashckpt.commit.steps import is_whole
 from flashckpt.commit.view import HOME, View, check_writable, open_run, writers_in
 from flashckpt.errors import DamagedError, FlashckptError, UnusableRunError
@@ -249,6 +249,7 @@ class _NodeSnapshots:
             by="recover",
         )
         self._snapshots: dict[str, Finding] = {}
+        self._sealed_in: dict[str, Sealed] = {}
         self._unreadable: list[Finding] = []
         self._waiting: set[AttemptName] = set()
         self._cache: CacheFolder | None = None
@@ -383,8 +384,8 @@ class _NodeSnapshots:
 
     def _list(self) -> dict[str, Sealed]:
         """Make a row for each slot with a snapshot. Returns the undamaged ones."""
-        here = {held.slot.name: sealed for held, sealed in self._sealed()}
-        for name, sealed in here.items():
+        self._sealed_in = {held.slot.name: sealed for held, sealed in self._sealed()}
+        for name, sealed in self._sealed_in.items():
             outcome = Fate.WAS_COMMITTED if sealed.is_persisted else Fate.KEPT
             self._snapshots[name] = _row(sealed, outcome)
         for held in self._regions.slots():
@@ -392,7 +393,7 @@ class _NodeSnapshots:
                 held.slot.sealed()
             except DamagedError as error:
                 self._note(held.slot.name, Fate.TORN, str(error))
-        return here
+        return self._sealed_in
 
     def report(self, status: Status) -> None:
         """The slots of a living keeper, with what its status says of them."""
@@ -484,24 +485,18 @@ class _NodeSnapshots:
     def _needed(self) -> set[str]:
         """Slots with a snapshot that is committed nowhere and still counts."""
         newest, saved = View.of(self._store), self._committed()
-        left = [
-            Survivor(
-                slot=name,
-                rank=rank_of(name),
-                attempt=each.id.attempt,
-                step=each.step,
-                boundary=each.id.boundary,
-                is_committed=name in saved and is_whole(newest, saved[name]),
-            )
+        left = {
+            name: self._sealed_in[name]
             for name, each in self._snapshots.items()
-            if each.id is not None and each.step is not None and each.outcome is not Fate.TORN
-        ]
-        names = {each.slot for each in left if not each.is_committed}
-        kept = {each.slot for each in left if each.attempt in self.unsaved} & names
+            if name in self._sealed_in and each.outcome is not Fate.TORN
+        }
+        committed = {name for name in left if name in saved and is_whole(newest, saved[name])}
+        names = left.keys() - committed
+        kept = {name for name in names if left[name].attempt in self.unsaved}
         try:
-            return kept | (needed_slots(self._store, left) if names else set())
+            return kept | (needed_slots(self._store, [*left.values()], committed) if names else set())
         except (OSError, FlashckptError):
-            return names
+            return {*names}
 
     def _remove_cached(self, held: HeldRegion) -> None:
         name = held.slot.name

@@ -6,9 +6,10 @@ import os
 from pathlib import Path
 
 from flashckpt.commit.lineage import branch
-from flashckpt.commit.needed import Survivor, needed_slots
+from flashckpt.commit.needed import needed_slots
 from flashckpt.commit.view import View
 from flashckpt.keeper import node_keepers as keepers
+from flashckpt.memory.held_regions import sealed_in
 from flashckpt.store import open_store
 from tests import run_view
 from tests.commit.runs import name_of
@@ -151,15 +152,11 @@ def test_the_good_copy_of_a_step_that_was_damaged_at_rest_stays(run: Path, runti
 def test_the_parent_of_the_newest_attempt_is_saved_beside_a_newer_step(run: Path, runtime: Path) -> None:
     """Other nodes had no step 3, or it was torn: all went on from step 2, and died before another."""
     crash = Crash(run, runtime).slots().commit(1)
-    loaded, left = crash.seal(2, 3)
+    loaded, _ = crash.seal(2, 3)
     crash.both_killed()
     store, older = open_store(str(run)), crash.name
     run_view.end(store, run_view.begin(store, name_of(2, older).id, 2), "dead")
-    slots = {loaded: 2, left: 3}
-    survivors = [
-        Survivor(slot=name, rank=0, attempt=older, step=step, boundary=step) for name, step in slots.items()
-    ]
-    assert loaded in needed_slots(store, survivors), "a keeper that leaves keeps it"
+    assert loaded in needed_slots(store, [*sealed_in(crash.folder)], ()), "a keeper that leaves keeps it"
 
     report = recovered(run)
 
