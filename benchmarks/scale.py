@@ -262,7 +262,7 @@ def plan(run: Simulation) -> Callable[[], object]:
     name, rank = run.name(STEPS[-1]), run.world - 3
 
     def operation() -> None:
-        record = steps.read_step(run.store, name, {rank})
+        record = steps.read_step(run.store, name)
         [(_, contents)] = record.files(rank)
         assert len(contents.layout().leaves) == len(leaves_of(rank, run.world))
 
@@ -276,7 +276,7 @@ def reshard(run: Simulation) -> Callable[[], object]:
     wanted = [(leaf.name, TensorSlice.of(leaf)) for leaf in leaves]
 
     def operation() -> None:
-        record = steps.read_step(run.store, name, {rank})
+        record = steps.read_step(run.store, name)
         ranks = StepRanks(record, rank, world)
         ranks.look_for([name for name, _ in wanted])
         found = ranks.find(wanted)

@@ -7,7 +7,7 @@ An id is a SnapshotId; a checkpoint is named by step and id (`CommitName`).
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Literal
 
@@ -56,9 +56,9 @@ def resumed(store: Store) -> CommitName:
     return lineage.next_start(View.of(store)).candidates[0].name
 
 
-def read(store: Store, name: CommitName, ranks: Collection[int] | None = None) -> Record:
-    """The record of a checkpoint, of all ranks or of some."""
-    return read_step(store, name, ranks)
+def read(store: Store, name: CommitName) -> Record:
+    """The record of a checkpoint."""
+    return read_step(store, name)
 
 
 def verify(store: Store) -> Report:

@@ -379,8 +379,8 @@ def _continue_after(session: Session, tree: Tree, progress: Progress) -> _Found:
             if checkpoint is None and remote is not None:
                 store, checkpoint, tier = remote.store, first.mirror, "remote"
             assert checkpoint is not None
-            record = step_of(store, read_checkpoint(store, checkpoint))
-            names = record.rank(record.parts.heads[0].ranks[0].rank).values["state"]["entries"].keys()
+            record = step_of(store, read_checkpoint(store, checkpoint)).check()
+            names = record.rank(record.parts.ranks[0]).values["state"]["entries"].keys()
             if names != tree.entries.keys():  # `keep` would remove the training's own steps
                 raise OptionError(
                     f"{session.store.url} has steps of {', '.join(sorted(names))}: it is the run of a "

@@ -123,7 +123,7 @@ def _read(view: View, name: CommitName) -> tuple[StepRecord | None, str]:
     try:
         found = whole_or_why(view.store, committed(view, name))
         if not isinstance(found, str):
-            return step_of(view.store, found), ""
+            return step_of(view.store, found).check(), ""
         problem = found
     except (DamagedError, NoSuchStepError, FileNotFoundError) as error:
         problem = str(error)

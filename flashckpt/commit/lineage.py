@@ -150,7 +150,7 @@ def read_whole(
     while True:
         name = _chosen(store, step, at)
         try:
-            return read(read_step(store, name))
+            return read(read_step(store, name).check())
         except (FlashckptError, FileNotFoundError):
             # A living job may have deleted the step.
             if View.of(store).has(name):

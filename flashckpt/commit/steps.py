@@ -7,7 +7,7 @@ writes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -24,41 +24,47 @@ from flashckpt.format.records import Contents, Part, RankRecord
 from flashckpt.printable import listed
 from flashckpt.store.base import Store
 
-# ---- the parts of a snapshot: read and checked one by one, with one in memory at a time
+# ---- the parts of a snapshot: each read and checked when it is needed
 
-# Parts of at most so many bytes in all are kept in memory once they are read.
-_FEW_BYTES = 16 << 20
-# Longer than the head of a part of eight ranks.
-_HEAD_BYTES = 64 << 10
+# The parts that were read last stay in memory, up to so many bytes of their files.
+_FEW_BYTES = 128 << 20
 
 
 class StepParts:
-    """The parts of a step, in the order of its record. One is in memory at a time: those of thousands of
-    ranks take gigabytes. `heads` are the heads of all parts."""
+    """The parts of a step, in the order of its record: those of thousands of ranks take gigabytes. `ranks`
+    and `sizes`: of each part. `read` returns the part at an index, and raises if it is not the step's."""
 
-    def __init__(self, heads: Sequence[PartHead], read: Callable[[int], Part]) -> None:
-        """`read` returns the part at an index of `heads`, and raises if it is not the step's."""
-        self.heads, self._read = heads, read
-        self._places = {rank.rank: place for place, head in enumerate(heads) for rank in head.ranks}
-        self._kept: tuple[int, Part] | None = None
+    def __init__(
+        self, ranks: Iterable[Iterable[int]], sizes: Sequence[int], read: Callable[[int], Part]
+    ) -> None:
+        self._places = {rank: place for place, of in enumerate(ranks) for rank in of}
+        self._sizes, self._read = sizes, read
+        self._kept: dict[int, Part] = {}
 
     @classmethod
     def of(cls, parts: Iterable[Part]) -> StepParts:
         """Of parts that are in memory, and stay there."""
         held = tuple(parts)
-        return cls([part.head() for part in held], held.__getitem__)
+        return cls(((each.rank for each in part.ranks) for part in held), [0] * len(held), held.__getitem__)
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks of all parts, by part."""
+        return list(self._places)
 
     def __len__(self) -> int:
-        return len(self.heads)
+        return len(self._sizes)
 
     def __iter__(self) -> Iterator[Part]:
         return map(self.__getitem__, range(len(self)))
 
     def __getitem__(self, place: int) -> Part:
-        if self._kept is None or self._kept[0] != place:
-            self._kept = None  # before the read, so that two are never in memory
-            self._kept = place, self._read(place)
-        return self._kept[1]
+        if place not in self._kept:
+            # Before the read: the new part and those that stay are never too many.
+            while self._kept and sum(map(self._sizes.__getitem__, (*self._kept, place))) > _FEW_BYTES:
+                del self._kept[next(iter(self._kept))]
+            self._kept[place] = self._read(place)
+        return self._kept[place]
 
     def of_rank(self, rank: int) -> RankRecord | None:
         """The record of a rank, None if no part holds it."""
@@ -135,9 +141,9 @@ class FileLeaf(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """A checkpoint, read and validated: its manifest and its parts, all or those of some ranks. Large parts
-    are read again at each access: DamagedError if one is gone or has changed. `places`: the paths of shards
-    and frozen files, by their names in the parts."""
+    """A checkpoint: its manifest, and its parts, which are read when they are needed: DamagedError if one is
+    gone or contradicts the manifest. `places`: the paths of shards and frozen files, by their names in the
+    parts."""
 
     name: CommitName
     manifest: Manifest
@@ -160,6 +166,12 @@ class StepRecord:
     @property
     def world(self) -> int:
         return self.manifest.world
+
+    def check(self) -> StepRecord:
+        """Read all parts. DamagedError if one is damaged, or if they contradict each other."""
+        if unlike({place: self.parts[place].head() for place in range(len(self.parts))}):
+            raise damaged(self.folder, "its parts contradict each other about replicas", self.step)
+        return self
 
     def rank(self, rank: int) -> RankRecord:
         """The record of a rank. NoSuchStepError if the step has no such rank."""
@@ -245,23 +257,11 @@ def lacking(heads: Mapping[str, PartHead], world: int) -> list[int]:
     return [rank for rank in range(world) if rank not in there]
 
 
-def read_step(
-    where: Store | View,
-    name: CommitName,
-    ranks: Collection[int] | None = None,
-    *,
-    with_writers: bool = False,
-) -> StepRecord:
-    """Read a checkpoint and validate its parts against its manifest. `where`: a store, or a view of it.
-    `ranks`: read only the parts that hold these. `with_writers`: also those of the ranks that wrote replicas
-    for them.
-
-    NoSuchStepError if it is not committed or has no such rank, DamagedError if a part contradicts the
-    manifest.
-    """
+def read_step(where: Store | View, name: CommitName) -> StepRecord:
+    """Read a checkpoint. `where`: a store, or a view of it. NoSuchStepError if it is not committed;
+    DamagedError."""
     view = where if isinstance(where, View) else View.of(where)
-    manifest = read_checkpoint(view.store, committed(view, name))
-    return step_of(view.store, manifest, ranks, with_writers=with_writers)
+    return step_of(view.store, read_checkpoint(view.store, committed(view, name)))
 
 
 def committed(view: View, name: CommitName) -> Checkpoint:
@@ -285,86 +285,36 @@ def read_checkpoint(store: Store, checkpoint: Checkpoint) -> Manifest:
     return manifest
 
 
-def step_of(
-    store: Store,
-    manifest: Manifest,
-    ranks: Collection[int] | None = None,
-    *,
-    with_writers: bool = False,
-) -> StepRecord:
-    """Read the parts of a manifest; see `read_step`."""
-    id = manifest.folder.id
-    name = CommitName(manifest.step, id.attempt, id.boundary)
-    if ranks is None:
-        parts = _all_parts(store, manifest)
-    else:
-        parts = StepParts.of(_parts_of(store, manifest, ranks, with_writers=with_writers))
-    rows = {(each.name, each.num_bytes) for each in manifest.shards}
-    rows |= {(each.name, each.num_bytes) for each in manifest.frozen}
-    compressed = {file for file, _ in rows if file.endswith(COMPRESSED)}
-    for head in parts.heads:
-        named = {(each.name, each.num_bytes) for each in head.files}
-        named |= {(each.name, each.num_bytes) for each in head.frozen}
-        if not all(file + COMPRESSED in compressed for file, _ in named - rows):
-            raise damaged(manifest.folder.path, "its manifest names other files than its parts", name.step)
-    if ranks is None and unlike(dict(enumerate(parts.heads))):
-        raise damaged(manifest.folder.path, "its parts contradict each other about replicas", name.step)
-    return StepRecord(name=name, manifest=manifest, places=manifest.places(), parts=parts, store=store)
-
-
-def _all_parts(store: Store, manifest: Manifest) -> StepParts:
-    """All parts. Those of a large step are compared with their checksums here and parsed at each access."""
+def step_of(store: Store, manifest: Manifest) -> StepRecord:
+    """The checkpoint of a manifest. Reads no part yet."""
+    id, folder = manifest.folder.id, manifest.folder.path
+    files = {(each.name, each.num_bytes) for each in manifest.shards}
+    files |= {(each.name, each.num_bytes) for each in manifest.frozen}
+    compressed = {name for name, _ in files if name.endswith(COMPRESSED)}
 
     def read(place: int) -> Part:
-        return _read_part(store, manifest, manifest.parts[place])
+        row = manifest.parts[place]
+        path = f"{folder}/{row.name}"
+        part = Part.from_bytes(read_named_bytes(store, manifest, row), path)
+        ranks = tuple(sorted(each.rank for each in part.ranks))
+        if (part.id, part.step, part.world, ranks) != (id, manifest.step, manifest.world, row.ranks):
+            raise damaged(path, "it is a part of another step, attempt, boundary or world", manifest.step)
+        shards = [each.shard for each in part.ranks]
+        shards += [each.constants.shard for each in part.ranks if each.constants is not None]
+        named = {(each.file, each.num_bytes) for each in shards}
+        if not all(file + COMPRESSED in compressed for file, _ in named - files):
+            raise damaged(folder, "its manifest names other files than its parts", manifest.step)
+        return part
 
-    if sum(part.num_bytes for part in manifest.parts) <= _FEW_BYTES:
-        return StepParts.of(map(read, range(len(manifest.parts))))
-    heads = []
-    for row in manifest.parts:
-        path, data = f"{manifest.folder.path}/{row.name}", read_named_bytes(store, manifest, row)
-        head = PartHead.from_prefix(data[:_HEAD_BYTES], path) or Part.from_bytes(data, path).head()
-        _check_of(head, manifest, row)
-        heads.append(head)
-    return StepParts(heads, read)
-
-
-def _parts_of(
-    store: Store, manifest: Manifest, ranks: Collection[int], *, with_writers: bool
-) -> tuple[Part, ...]:
-    """The parts that hold these ranks, by the rows of the manifest."""
-    rows = {rank: row for row in manifest.parts for rank in row.ranks}
-    found: dict[str, Part] = {}
-    held: dict[int, RankRecord] = {}
-
-    def find(wanted: Collection[int]) -> None:
-        for rank in sorted(wanted):
-            if rank not in rows:
-                raise _no_rank(manifest, rank)
-            if rank not in held:
-                part = found[rows[rank].name] = _read_part(store, manifest, rows[rank])
-                held.update((each.rank, each) for each in part.ranks)
-
-    find(ranks)
-    if with_writers:
-        find({by for rank in ranks for by, _, _ in held[rank].elsewhere()})
-    return tuple(found.values())
-
-
-def _read_part(store: Store, manifest: Manifest, row: PartFile) -> Part:
-    """Read a part that a manifest names. DamagedError."""
-    part = Part.from_bytes(read_named_bytes(store, manifest, row), f"{manifest.folder.path}/{row.name}")
-    _check_of(part, manifest, row)
-    return part
-
-
-def _check_of(part: Part | PartHead, manifest: Manifest, row: PartFile) -> None:
-    """DamagedError if a part does not belong to the manifest that names it."""
-    ranks = tuple(sorted(each.rank for each in part.ranks))
-    found = part.id, part.step, part.world, ranks
-    if found != (manifest.folder.id, manifest.step, manifest.world, row.ranks):
-        path = f"{manifest.folder.path}/{row.name}"
-        raise damaged(path, "it is a part of another step, attempt, boundary or world", manifest.step)
+    return StepRecord(
+        name=CommitName(manifest.step, id.attempt, id.boundary),
+        manifest=manifest,
+        places=manifest.places(),
+        parts=StepParts(
+            (each.ranks for each in manifest.parts), [each.num_bytes for each in manifest.parts], read
+        ),
+        store=store,
+    )
 
 
 def read_named_bytes(store: Store, manifest: Manifest, row: PartFile) -> bytes:

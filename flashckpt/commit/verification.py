@@ -146,7 +146,7 @@ def _records(store: Store, name: CommitName) -> tuple[StepRecord | None, list[Ro
     view = View.of(store)
     manifest = committed(view, name).manifest_path
     try:
-        record = read_step(view, name)
+        record = read_step(view, name).check()
     except FlashckptError as error:
         return None, [_problem(store, name, error.path or manifest, error)]
     files = [manifest, *(record.part_path(place) for place in range(len(record.parts)))]
@@ -165,7 +165,7 @@ def _shards(record: StepRecord, known: dict[_Claimed, Row], read: _Read) -> Iter
     misfits = set[str]()
     with suppress(DamagedError, OSError):  # reading the files says more
         misfits |= set(missing_of(record.store, record.manifest))
-    for rank in (rank.rank for head in record.parts.heads for rank in head.ranks):
+    for rank in record.parts.ranks:
         try:
             files = record.files(rank)
         except DamagedError as error:

@@ -486,7 +486,7 @@ def _named(view: View, rank: int) -> Iterator[tuple[SnapshotId, FrozenLeaves]]:
             continue
         seen.add(name.attempt)
         try:
-            record = read_step(view, name, {rank})
+            record = read_step(view, name)
             constants = record.rank(rank).constants
             files = {each.name: each for each in record.manifest.frozen}
             if constants is not None and (file := files.get(constants.shard.file)) is not None:

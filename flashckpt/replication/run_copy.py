@@ -156,7 +156,7 @@ class StepCopier:
         """Copy a checkpoint that the target does not have. Returns the steps that retention dropped there,
         too."""
         self._check_followed(here, there)
-        files = _Files(step_of(self._source, manifest))
+        files = _Files(step_of(self._source, manifest).check())
         stores = Stores(
             {HOME.store: self._source, MIRROR.store: self._target}, copy=partial(self._send, files)
         )
@@ -190,7 +190,7 @@ class StepCopier:
 
     def _mended(self, name: CommitName, manifest: Manifest, there: View, target: Checkpoint) -> Outcome:
         """Send the files of a checkpoint that the target lacks or, when repairing, has damaged."""
-        record = step_of(self._source, manifest)
+        record = step_of(self._source, manifest).check()
         files = _Files(record)
         made = self._as_there(manifest, files, there, target)
         places, lengths = made.places(), made.paths()

@@ -393,7 +393,11 @@ class StepChoice:
             raise MissingShardError(
                 f"{names}: missing, or of another length than was written", step=candidate.step
             )
-        return step_of(store, manifest, {self._rank % manifest.world}, with_writers=True)
+        record = step_of(store, manifest)
+        rank = self._rank % manifest.world
+        for each in {rank, *(writer for writer, _, _ in record.rank(rank).elsewhere())}:
+            record.rank(each)
+        return record
 
     def _store_of(self, candidate: Candidate) -> Store:
         if candidate.place is not Place.MIRROR:

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from flashckpt.commit.steps import StepRecord, step_of
+from flashckpt.commit.steps import StepRecord
 from flashckpt.errors import MismatchError
 from flashckpt.format.layout import Leaf
 from flashckpt.format.records import Contents, RankRecord
@@ -374,15 +374,13 @@ class StepRanks:
         self.source = rank % record.world
         self.leaves: dict[str, StepTensor] = {}
         self._known_ranks: set[int] = set()
-        self._records: dict[int, StepRecord] = {}
-        self._keep(record)
         small = sum(part.num_bytes for part in record.manifest.parts) <= small_bytes
         self.read(range(record.world) if small else [self.source])
 
     def __getitem__(self, rank: int) -> RankRecord:
         """Return a rank's record; reads it if needed."""
         self.read([rank])
-        return self._records[rank].rank(rank)
+        return self.record.rank(rank)
 
     @property
     def known(self) -> list[int]:
@@ -401,17 +399,14 @@ class StepRanks:
     def read(self, ranks: Iterable[int]) -> None:
         """Read these ranks, unless they are known."""
         new = set(ranks) - self._known_ranks
-        if missing := new - self._records.keys():
-            record = self.record
-            self._keep(step_of(record.store, record.manifest, missing))
         for rank in sorted(new):
-            self._add(self._records[rank], rank)
+            self._add(rank)
         self._known_ranks |= new
 
-    def _add(self, record: StepRecord, rank: int) -> None:
+    def _add(self, rank: int) -> None:
         regions: dict[TensorSlice, TensorSlice] = {}  # many leaves of a rank share one object
-        mine = record.rank(rank)
-        for each in record.written(rank):
+        mine = self.record.rank(rank)
+        for each in self.record.written(rank):
             region = TensorSlice.of(each.leaf)
             region = regions.setdefault(region, region)
             for tensor in self._of(each.leaf):
@@ -428,9 +423,6 @@ class StepRanks:
             if name not in self.leaves:
                 self.leaves[name] = StepTensor(name)
             yield self.leaves[name]
-
-    def _keep(self, record: StepRecord) -> None:
-        self._records.update((rank.rank, record) for head in record.parts.heads for rank in head.ranks)
 
     def find(self, wanted: Sequence[Wanted]) -> list[Parts]:
         """Return the pieces that make up each of these slices of existing tensors. Raises MismatchError if

@@ -17,7 +17,6 @@ def test_every_operation_runs_on_a_simulated_run(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(scale, "_LAYERS", 1)
     # Parts that are small are read whole before a record; here they are to be read as large ones are.
     monkeypatch.setattr(steps, "_FEW_BYTES", 0)
-    monkeypatch.setattr(steps, "_HEAD_BYTES", 4096)
     run = scale.Simulation(tmp_path / "run", WORLD)
     run.make()
     for step in scale.STEPS:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -71,25 +72,22 @@ def test_one_part_is_read_for_the_ranks_of_a_node(store: Watched, attempt: Attem
     whole = read_step(store, name_of(100, attempt))
     for ranks in ((0,), (1,), (0, 1), (2, 3), (3,)):
         store.read_parts.clear()
-        record = read_step(store, name_of(100, attempt), ranks)
+        record = read_step(store, name_of(100, attempt))
+        found = {rank: (record.rank(rank), record.files(rank)) for rank in ranks}
         assert store.read_parts == [f"node-{ranks[0] // 2 * 2:05d}"]
-        for rank in ranks:
-            assert record.rank(rank) == whole.rank(rank)
-            assert record.files(rank) == whole.files(rank)
+        assert found == {rank: (whole.rank(rank), whole.files(rank)) for rank in ranks}
         assert (record.world, record.boundary, record.manifest) == (WORLD, 100, whole.manifest)
-    found = {rank: read_step(store, name_of(100, attempt), {rank}) for rank in range(WORLD)}
-    assert {len(each.parts) for each in found.values()} == {1}
-    assert [found[rank].rank(rank).values["rank"] for rank in range(WORLD)] == [*range(WORLD)]
+    assert [whole.rank(rank).values["rank"] for rank in range(WORLD)] == [*range(WORLD)]
 
 
 def test_a_rank_that_the_step_has_not_is_told_without_reading_a_part(
     store: Watched, attempt: AttemptName
 ) -> None:
     with pytest.raises(NoSuchStepError, match="made by 8 ranks and has no rank 8"):
-        read_step(store, name_of(100, attempt), {8})
+        read_step(store, name_of(100, attempt)).rank(8)
     assert store.read_parts == []
     with pytest.raises(NoSuchStepError, match="not committed"):
-        read_step(store, name_of(200, attempt), {0})
+        read_step(store, name_of(200, attempt))
 
 
 def test_damage_of_ones_own_part_is_told_and_that_of_others_is_theirs(
@@ -97,17 +95,18 @@ def test_damage_of_ones_own_part_is_told_and_that_of_others_is_theirs(
 ) -> None:
     own = place(store, attempt, "node-00002")
     flip(own, -200)
-    for ranks in ({2}, {3}, None):
+    record = read_step(store, name_of(100, attempt))
+    for read in (partial(record.rank, 2), partial(record.rank, 3), record.check):
         with pytest.raises(DamagedError, match="node-00002"):
-            read_step(store, name_of(100, attempt), ranks)
-    assert read_step(store, name_of(100, attempt), {0}).rank(0).rank == 0
+            read()
+    assert record.rank(0).rank == 0
     # Whole by its own checksum, and not the one that was committed.
     own.write_bytes(part_of(store, 100, attempt, (2, 3), world=WORLD, nonce="aaaa0000").to_bytes())
     with pytest.raises(DamagedError, match="not the part that was written"):
-        read_step(store, name_of(100, attempt), {2})
+        record.rank(2)
     own.unlink()
     with pytest.raises(DamagedError, match=r"node-00002.*missing"):
-        read_step(store, name_of(100, attempt), {2})
+        record.rank(2)
 
 
 def test_a_manifest_that_names_other_files_than_ones_part_is_refused(
@@ -120,10 +119,10 @@ def test_a_manifest_that_names_other_files_than_ones_part_is_refused(
     forged = replace(manifest, shards=(*manifest.shards[:2], other, *manifest.shards[3:]))
     for changed in (forged, replace(manifest, frozen=(*manifest.frozen[:2], *manifest.frozen[3:]))):
         with pytest.raises(DamagedError, match="other files than its parts"):
-            step_of(store, changed, {2})
+            step_of(store, changed).rank(2)
     Path(store.url, checkpoint.manifest_path).write_bytes(forged.to_bytes())
     with pytest.raises(DamagedError, match="the manifest of another checkpoint"):
-        read_step(store, name_of(100, attempt), {2})
+        read_step(store, name_of(100, attempt))
 
 
 @pytest.fixture
@@ -141,7 +140,7 @@ def test_damage_in_the_midst_of_a_large_part_is_found_when_it_is_read(store: Wat
     flip(place(store, attempt, "node-00002"), -200)
     assert committed(store, attempt)
     with pytest.raises(DamagedError):
-        read_step(store, name_of(100, attempt))
+        read_step(store, name_of(100, attempt)).check()
     assert not verify(store, 100).ok
 
 

@@ -215,7 +215,7 @@ def test_ranks_of_a_large_step_have_other_parameters(store: Store, monkeypatch: 
     def taken_by_rank_1(held: list[np.ndarray], step: int, world: int) -> list[float]:
         ranks = [[Held("model.w", each, TensorSlice((0,), (3,)))] for each in held]
         record = committed(store, ranks, values=values, ranks_a_part=1, step=step)
-        snapshot = taken(Tree({"model": model}), run_view.read(store, record.name, {1}), 1, world)
+        snapshot = taken(Tree({"model": model}), run_view.read(store, record.name), 1, world)
         found: list[float] = snapshot.tensors["model.w"].tolist()
         snapshot.discard()
         return found
@@ -231,7 +231,7 @@ def test_a_rank_of_the_same_layout_needs_nothing_of_others(store: Store) -> None
     record = layouts.saved(store, "fsdp", 3)
     other = layouts.saved(store, "hsdp", 4)
     for rank in range(3):
-        mine = run_view.read(store, record.name, {rank})
+        mine = run_view.read(store, record.name)
         with layouts.one_of(3, rank):
             assert LiveLayout(layouts.built("fsdp", 3).tree, rank, 3).has(mine)
             assert not LiveLayout(layouts.built("fsdp", 3).tree, rank, 4).has(mine)

@@ -36,9 +36,9 @@ def rows(first: int, behind: int, whole: np.ndarray = WHOLE) -> TensorSlice:
     return TensorSlice((first, *(0 for _ in whole.shape[1:])), (behind - first, *whole.shape[1:]))
 
 
-def of_one_rank(record: run_view.Record, rank: int) -> run_view.Record:
-    """As a rank begins: with the part that holds its number."""
-    return run_view.read(record.store, record.name, {rank % record.world})
+def begun(record: run_view.Record, store: Store | None = None) -> run_view.Record:
+    """As a rank begins: no part was read."""
+    return run_view.read(store or record.store, record.name)
 
 
 def read(
@@ -51,7 +51,7 @@ def read(
     is_large: bool = False,
 ) -> dict[str, bytes]:
     """The bytes of these boxes, as another layout reads them. is_large: parts are read as they are needed."""
-    begins = of_one_rank(record, rank) if is_large else record
+    begins = begun(record) if is_large else record
     ranks = StepRanks(begins, rank, world, **({"small_bytes": 0} if is_large else {}))
     rows = []
     for name, region in wanted.items():
@@ -257,7 +257,9 @@ def test_a_rank_reads_the_parts_that_it_needs_and_few_others(
     for rank in range(0, int(np.prod(now)), 5):
         region = on_mesh(rank, now, (0, 1, 2), shape)
         counted = Counted(store)
-        begins = replace(of_one_rank(record, rank), store=counted)
+        begins = begun(record, counted)  # type: ignore[arg-type]
+        begins.rank(rank % world)
+        counted.parts.clear()
         ranks_ = StepRanks(begins, rank, int(np.prod(now)), small_bytes=0)
         found = ranks_.find([(name, region) for name in tensors])
         taken_from = {piece.rank // 2 for parts in found for piece, _ in parts}
@@ -275,7 +277,7 @@ def test_a_tensor_of_which_the_own_number_has_nothing_is_found(store: LocalStore
     for stage in range(4):
         found = read(record, {f"stage{stage}.w": rows(1, 6)}, rank=0, world=5, is_large=True)
         assert found[f"stage{stage}.w"] == WHOLE[1:].tobytes()
-    ranks_ = StepRanks(of_one_rank(record, 0), 0, 5, small_bytes=0)
+    ranks_ = StepRanks(begun(record), 0, 5, small_bytes=0)
     ranks_.look_for(["none"])
     assert ranks_.is_complete
     assert "none" not in ranks_.leaves
@@ -288,7 +290,7 @@ def test_ranks_are_read_that_are_apart_in_each_dimension_of_any_mesh(sizes: tupl
     held = [[Held("w", whole, TensorSlice((0,), (1,)))] for _ in range(world)]
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         record = committed(new_run(f"{folder}/run"), held)
-        ranks = StepRanks(of_one_rank(record, world - 1), world - 1, world + 1, small_bytes=0)
+        ranks = StepRanks(begun(record), world - 1, world + 1, small_bytes=0)
         ranks.read_apart()
     assert len(ranks.known) <= 2 + world.bit_length()
     for places in zip(*(np.unravel_index(rank, sizes) for rank in ranks.known), strict=True):
