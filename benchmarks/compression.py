@@ -156,11 +156,12 @@ class Turn:
 
 def write(store: Store, shard: Shard, how: Compress) -> tuple[str, Written, int]:
     """Write the shard as a copy does. Returns its name and length, too."""
-    if not is_worth(how, store, shard.layout, shard.range):
-        written = store.write_shard(_NAME, shard.layout, shard.range, replaces=True)
-        return _NAME, written, shard.layout.num_bytes
-    name = _NAME + COMPRESSED
-    return name, *write_compressed(store, name, shard.layout, shard.range, replaces=True)
+    is_packed = is_worth(how, store, shard.layout, shard.range)
+    name = _NAME + COMPRESSED if is_packed else _NAME
+    store.remove(name)
+    if is_packed:
+        return name, *write_compressed(store, name, shard.layout, shard.range)
+    return name, store.write_shard(name, shard.layout, shard.range), shard.layout.num_bytes
 
 
 def timed(store: Store, shard: Shard, how: Compress) -> Turn:

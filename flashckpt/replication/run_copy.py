@@ -19,7 +19,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
-from typing import Any
 
 from flashckpt import _native, crashpoints
 from flashckpt.catalogue.changes import ancestry, clear
@@ -206,7 +205,8 @@ class StepCopier:
             if not self._repairs and self._target.exists(there_path):
                 raise self._is_not_whole(there_path, name)
             with self._image(path, contents, name.step) as image:
-                found = self._write(path, there_path, contents, image, name.step, replaces=True)
+                self._target.remove(there_path)  # the source is whole
+                found = self._write(path, there_path, contents, image, name.step)
             if found != lengths[there_path]:
                 raise RunError(
                     f"{self._target.url}/{there_path} was compressed to {found} bytes, and "
@@ -279,24 +279,14 @@ class StepCopier:
 
     # ---- files
 
-    def _write(
-        self,
-        path: str,
-        there: str,
-        contents: Contents,
-        image: MemoryRange,
-        step: int,
-        *,
-        replaces: bool = False,
-    ) -> int:
+    def _write(self, path: str, there: str, contents: Contents, image: MemoryRange, step: int) -> int:
         """Send the image of the file at `path`. Returns the length of the file, compressed if its name says
         so."""
         layout, num_bytes = contents.layout(), contents.shard.num_bytes
-        how: dict[str, Any] = {"progress": self._progress, "replaces": replaces}
         if there.endswith(COMPRESSED):
-            written, num_bytes = write_compressed(self._target, there, layout, image, **how)
+            written, num_bytes = write_compressed(self._target, there, layout, image, progress=self._progress)
         else:
-            written = self._target.write_shard(there, layout, image, **how)
+            written = self._target.write_shard(there, layout, image, progress=self._progress)
         crashpoints.point("copy.written")
         # Chunks of another size than today's are covered by the digests of their leaves.
         is_alike = contents.shard.chunk_bytes != CHUNK_BYTES or written.checksums == contents.shard.checksums

@@ -153,17 +153,12 @@ class Store(Protocol):
 
     # Shards
 
-    def write_shard(
-        self, path: str, layout: Layout, source: MemoryRange, *, progress: int = 0, replaces: bool = False
-    ) -> Written:
+    def write_shard(self, path: str, layout: Layout, source: MemoryRange, *, progress: int = 0) -> Written:
         """Write an image of `layout` from memory to a new file. The name is seen once the bytes are durable,
         and is durable on return; after an error no such file exists. `progress`: 0, or the address of a u64
-        to which the number of bytes done is added. `replaces`: replace a file that has the name; a reader
-        sees the old or the new bytes. Else raise FileExistsError."""
+        to which the number of bytes done is added. FileExistsError if a file has the name."""
 
-    def write_parts(
-        self, path: str, parts: Iterable[bytes], most_bytes: int, *, replaces: bool = False
-    ) -> None:
+    def write_parts(self, path: str, parts: Iterable[bytes], most_bytes: int) -> None:
         """Write a new file from pieces of any length with at most `most_bytes` in total. Otherwise like
         `write_shard`."""
 

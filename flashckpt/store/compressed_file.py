@@ -91,7 +91,7 @@ def is_worth(how: Compress, store: Store, layout: Layout, source: MemoryRange) -
 
 
 def write_compressed(
-    store: Store, path: str, layout: Layout, source: MemoryRange, *, progress: int = 0, replaces: bool = False
+    store: Store, path: str, layout: Layout, source: MemoryRange, *, progress: int = 0
 ) -> tuple[Written, int]:
     """As `Store.write_shard`, compressed. Returns the length of the file, too."""
     num_bytes, widths, sums = layout.num_bytes, widths_of(layout), ImageSums(layout, FRAME_BYTES)
@@ -129,7 +129,7 @@ def write_compressed(
         sent.append(len(table))
         yield table
 
-    store.write_parts(path, pieces(), most_bytes(num_bytes), replaces=replaces)
+    store.write_parts(path, pieces(), most_bytes(num_bytes))
     return Written(digests=sums.digests(), checksums=sums.checksums()), sum(sent)
 
 

@@ -172,9 +172,7 @@ class LocalStore:
 
     # Shards
 
-    def write_shard(
-        self, path: str, layout: Layout, source: MemoryRange, *, progress: int = 0, replaces: bool = False
-    ) -> Written:
+    def write_shard(self, path: str, layout: Layout, source: MemoryRange, *, progress: int = 0) -> Written:
         def write(temporary: str) -> Written:
             digests, checksums, direct = self._system.write_shard(
                 os.path.join(self._root, temporary),
@@ -189,11 +187,9 @@ class LocalStore:
             )
             return Written(digests=array("Q", digests), checksums=checksums, direct=direct)
 
-        return self._written(path, lambda path: self._in_folder(path, lambda *_: write(path)), replaces)
+        return self._written(path, lambda path: self._in_folder(path, lambda *_: write(path)))
 
-    def write_parts(
-        self, path: str, parts: Iterable[bytes], most_bytes: int, *, replaces: bool = False
-    ) -> None:
+    def write_parts(self, path: str, parts: Iterable[bytes], most_bytes: int) -> None:
         def write(temporary: str) -> None:
             # The pieces can be iterated once only, so make the folder before taking the first.
             file = self._in_folder(temporary, self._system.create)
@@ -204,9 +200,9 @@ class LocalStore:
             finally:
                 os.close(file)
 
-        self._written(path, write, replaces)
+        self._written(path, write)
 
-    def _written(self, path: str, write: Callable[[str], _Found], replaces: bool) -> _Found:
+    def _written(self, path: str, write: Callable[[str], _Found]) -> _Found:
         """Write a file beside its place, by `write(its temporary path)`, and name it once its bytes are
         durable. So what a killed process has left is a temporary file, and no file of the run."""
         *folders, name = split(path)
@@ -214,16 +210,13 @@ class LocalStore:
         try:
             found = write("/".join([*folders, temporary]))
             with self._folder(folders) as folder:
-                if replaces:
-                    self._system.rename(temporary, name, folder)
-                elif not self._publish(temporary, name, folder):
+                if not self._publish(temporary, name, folder):
                     raise FileExistsError(errno.EEXIST, "another file has the name", path)
                 try:
                     self._system.sync_folder(folder)  # before a part refers to the name
                 except BaseException:
-                    if not replaces:
-                        with suppress(OSError):
-                            self._system.remove(name, folder)
+                    with suppress(OSError):
+                        self._system.remove(name, folder)
                     raise
             return found
         finally:

@@ -233,9 +233,7 @@ class ObjectStore:
 
     # Shards
 
-    def write_shard(
-        self, path: str, layout: Layout, source: MemoryRange, *, progress: int = 0, replaces: bool = False
-    ) -> Written:
+    def write_shard(self, path: str, layout: Layout, source: MemoryRange, *, progress: int = 0) -> Written:
         key, num_bytes = _key(path), layout.num_bytes
         if os.fstat(source.descriptor).st_size < source.offset + num_bytes:
             raise OSError(errno.EIO, "the memory region is shorter than the shard", path)
@@ -243,23 +241,21 @@ class ObjectStore:
         parts = _parts(source, num_bytes, part_bytes, sums, progress, self._rate)
         if num_bytes <= part_bytes:
             data = next(parts)
-            is_taken = not self._client.put(key, data, is_new=not replaces)
+            is_taken = not self._client.put(key, data, is_new=True)
             # The same bytes are from an earlier request of this call.
             if is_taken and self._client.get(key, len(data)) != data:
                 raise _taken(key)
             next(parts, None)
         else:
-            self._upload(path, parts, part_bytes, replaces)
+            self._upload(path, parts, part_bytes)
         return Written(digests=sums.digests(), checksums=sums.checksums())
 
-    def write_parts(
-        self, path: str, parts: Iterable[bytes], most_bytes: int, *, replaces: bool = False
-    ) -> None:
+    def write_parts(self, path: str, parts: Iterable[bytes], most_bytes: int) -> None:
         part_bytes = _part_bytes(most_bytes, COMPRESSED_PART_BYTES)
-        self._upload(path, map(memoryview, self._throttled(parts)), part_bytes, replaces)
+        self._upload(path, map(memoryview, self._throttled(parts)), part_bytes)
 
-    def _upload(self, path: str, parts: Iterable[memoryview], part_bytes: int, replaces: bool) -> None:
-        if not replaces and self.exists(path):
+    def _upload(self, path: str, parts: Iterable[memoryview], part_bytes: int) -> None:
+        if self.exists(path):
             raise _taken(path)
         self._client.upload(_key(path), parts, part_bytes)
 

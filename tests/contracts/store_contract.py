@@ -157,17 +157,13 @@ class StoreContract:
 
     # Shards
 
-    def test_a_shard_is_replaced_only_if_asked(self, store: Store, shard: Shard) -> None:
+    def test_a_shard_is_never_replaced(self, store: Store, shard: Shard) -> None:
         store.create(IN_STEP, b"damaged")
         with pytest.raises(FileExistsError):
             store.write_shard(IN_STEP, shard.layout, shard.region)
         with pytest.raises(FileExistsError):
             store.write_parts(IN_STEP, [b"other"], 5)
         assert store.read(IN_STEP, MAX) == b"damaged"
-        store.write_shard(IN_STEP, shard.layout, shard.region, replaces=True)
-        assert not read_shard(store, IN_STEP, shard.contents, None).bad_chunks
-        store.write_parts(IN_STEP, [b"ot", b"her"], 5, replaces=True)
-        assert store.read(IN_STEP, MAX) == b"other"
         assert [each.name for each in store.list(IN_STEP.rpartition("/")[0])] == [IN_STEP.rpartition("/")[2]]
 
     def test_a_shard_is_written_and_audited(self, store: Store, shard: Shard) -> None:

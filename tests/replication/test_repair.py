@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +17,6 @@ from flashckpt.format.names import CommitName
 from flashckpt.format.records import Part
 from flashckpt.replication.run_copy import Outcome, StepCopier, copy_run
 from flashckpt.store.base import Store
-from flashckpt.store.local import LocalStore
 from tests.commit.runs import name_of
 from tests.replication.copied import (
     delete,
@@ -117,25 +114,6 @@ def test_a_repair_makes_each_part_that_of_the_source(near: tuple[Store, Store], 
     assert files(tmp_path / "target") == before
     assert StepCopier(source, target, repairs=True).copy(name_of(10, attempt)).outcome is Outcome.REPAIRED
     assert of_step(tmp_path / "target") == of_step(tmp_path / "source")
-
-
-def test_a_repair_that_finds_no_room_takes_nothing_away(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of a damaged shard one tensor may be bad, and all others be read by hand."""
-    source, target = (LocalStore(str(tmp_path / name)) for name in ("source", "target"))
-    attempt = made(source, [10, 20])
-    copy_run(source, target, all_steps=True)
-    damaged(tmp_path / "target", name_of(10, attempt), "rank-00001 flipped")
-    before = files(tmp_path / "target")
-
-    def full(*args: object, **how: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(target, "write_shard", full)
-    with pytest.raises(OSError, match="No space"):
-        StepCopier(source, target, repairs=True).copy(name_of(10, attempt))
-    assert files(tmp_path / "target") == before
 
 
 @pytest.mark.parametrize("point", ["copy.written", "manifest.creating"])
