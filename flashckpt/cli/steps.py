@@ -232,7 +232,7 @@ def prune(
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> ExitCode:
-    """Delete the older visible steps. Refused while a job holds the run.
+    """Delete the older visible steps. May run beside a job.
 
     Never deleted: the newest two whole steps without a failed verification, all newer ones, and steps of
     other branches.

@@ -182,7 +182,7 @@ def _entered(store: Store, run: View) -> tuple[RuntimeFolder, LifeLock]:
         runtime.close()
         if pid is not None:
             raise RunHeldError(
-                f"{store.url} is being recovered or pruned by process {pid or '(of another container)'} on "
+                f"{store.url} is being recovered by process {pid or '(of another container)'} on "
                 "this machine. Nothing was changed. Wait until it is done.",
                 path=store.url,
             )

@@ -25,7 +25,7 @@ from flashckpt.format.manifest import Manifest
 from flashckpt.format.names import CommitName
 from flashckpt.options import Keep
 from flashckpt.persist.ledger import Event, Ledger
-from flashckpt.recovery.node import Hold, hold, view
+from flashckpt.recovery.node import Hold
 from flashckpt.recovery.report import Fate, Finding, Kind, Watcher
 from flashckpt.store.base import Store
 
@@ -216,7 +216,7 @@ def _garbage(store: Store) -> Iterator[Finding]:
             yield Finding(Kind.ORPHANS, Fate.REMOVED, path, folder.id, None, size, _GARBAGE)
 
 
-# ---- retention by hand, while no job trains the run
+# ---- retention by hand
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,29 +240,22 @@ class Pruning:
 def prune(store: Store, keep: Keep, *, dry_run: bool = False) -> Pruning:
     """Delete the visible steps that `keep` does not keep: never the newest two that are whole.
 
-    Raises RunHeldError while a job or a recovery has the run; NoSuchStepError if there is no run. OSError if
-    a file could not be deleted.
+    It may run beside a job. NoSuchStepError if there is no run. OSError if a file could not be deleted.
     """
     if not dry_run:
         check_writable(store)
-    run = open_run(store, create=False)
-    with (view if dry_run else hold)(store, run) as held:
-        before = View.of(store)
-        held.guard()
-        if dry_run:
-            after = retained(before, keep)
-        else:
-            after = retain(before, keep)[0]
-            collect(store, after.catalogue)
-            store.remove_files(path for path, _ in temporary_files(store))
-        sizes = {each.id: each.num_bytes for each in before.catalogue.checkpoints}
-        return Pruning(
-            run=store.url,
-            dry_run=dry_run,
-            gone=tuple(
-                Pruned(name=each, num_bytes=sizes[each.id])
-                for each in before.checkpoints
-                if not after.has(each)
-            ),
-            kept=tuple(sorted({each.step for each in after.visible()})),
-        )
+    before = open_run(store, create=False)
+    if dry_run:
+        after = retained(before, keep)
+    else:
+        after = retain(before, keep)[0]
+        collect(store, after.catalogue)
+        store.remove_files(path for path, _ in temporary_files(store))
+    sizes = {each.id: each.num_bytes for each in before.catalogue.checkpoints}
+    gone = [each for each in before.checkpoints if not after.has(each)]
+    return Pruning(
+        run=store.url,
+        dry_run=dry_run,
+        gone=tuple(Pruned(name=each, num_bytes=sizes[each.id]) for each in gone),
+        kept=tuple(sorted({each.step for each in after.visible()})),
+    )

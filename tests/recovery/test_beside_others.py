@@ -76,8 +76,7 @@ def test_a_running_job_is_named_and_not_touched(run: Path, runtime: Path) -> Non
             with pytest.raises(RunHeldError, match=str(crash.trainer.pid)) as refused:
                 recovered(run, dry_run=dry_run)
             assert is_overtaken or crash.attempt in str(refused.value)
-            with pytest.raises(RunHeldError, match=str(crash.trainer.pid)):
-                prune(store, Keep(last=1), dry_run=dry_run)
+            assert prune(store, Keep(last=1), dry_run=dry_run).kept == (1,), "it needs no job to be away"
     assert node.RECOVERY_LOCK not in crash.folder.names()
     crash.both_killed()
 
@@ -89,8 +88,6 @@ def test_of_two_recoveries_one_is_refused_until_the_other_is_dead(run: Path, run
     with held_at(run, "clearing") as first:
         with pytest.raises(RunHeldError, match=str(first.pid)):
             recovered(run)
-        with pytest.raises(RunHeldError, match=str(first.pid)):
-            prune(open_store(str(run)), Keep(last=1))
         end([first.pid])
         report = recovered(run)
     assert resume(report) == (1, crash.attempt, "local")

@@ -14,10 +14,8 @@ from flashckpt.errors import RunHeldError
 from flashckpt.format.catalogue import CATALOGUE
 from flashckpt.format.names import AttemptName
 from flashckpt.memory.runtime import LifeLock, RuntimeFolder
-from flashckpt.options import Keep
 from flashckpt.recovery import node
 from flashckpt.recovery import recover as recover_module
-from flashckpt.recovery.storage import prune
 from flashckpt.store import open_store
 from flashckpt.store.base import Store
 from tests import run_view
@@ -64,8 +62,6 @@ def test_another_users_memory_is_told_and_nothing_done(run: Path, runtime: Path)
     for dry_run in (True, False):
         with pytest.raises(RunHeldError, match="user 12345"):
             recovered(run, dry_run=dry_run)
-        with pytest.raises(RunHeldError, match="user 12345"):
-            prune(open_store(str(run)), Keep(last=1), dry_run=dry_run)
     assert whole_tree(run, runtime) == before
 
 
