@@ -253,9 +253,7 @@ class _NodeSnapshots:
         self._unreadable: list[Finding] = []
         self._waiting: set[AttemptName] = set()
         self._cache: CacheFolder | None = None
-        self._cached: list[HeldRegion] = []  # also those that the queue drops: their files remain
-        self._damaged_files: list[str] = []
-        self._unread_files: list[str] = []
+        self._unread_files: set[str] = set()
         self.unseen: tuple[int, ...] = ()
 
     def adopt(self, cache: str | None) -> None:
@@ -268,17 +266,14 @@ class _NodeSnapshots:
             try:
                 slot = open_cached(path, self._runtime.identity)
             except DamagedError as error:
-                self._damaged_files.append(name)
                 self._note_unreadable(name, Fate.TORN, str(error))
             except (FlashckptError, OSError) as error:
                 # The file stays: it may be of another version, or its disk may fail.
-                self._unread_files.append(name)
+                self._unread_files.add(name)
                 fate = Fate.FAILED if isinstance(error, OSError) else Fate.KEPT
                 self._note_unreadable(name, fate, str(error))
             else:
-                held = self._regions.put_cached(slot, path)
-                if held is not None and not slot.header.holds_constants:
-                    self._cached.append(held)
+                self._regions.put_cached(slot, path)
         ranks = {held.slot.rank for held in self._regions.everything()}
         self.unseen = self._unseen(ranks | {rank_of(each.place) for each in self._unreadable})
 
@@ -442,25 +437,26 @@ class _NodeSnapshots:
         stays = self._settle(examined)
         if self._hold.is_view:
             return
-        for held in [*self._regions.slots(), *self._cached]:
+        for held in self._regions.slots():
             self._hold.guard()
-            if held.slot.name in stays:
-                continue
-            if held.kind == CACHE:
-                self._remove_cached(held)
-            else:
+            if held.slot.name not in stays:
                 self._regions.remove(held)
         self._hold.guard()
         self._regions.drop_constants()
-        if self._cache is not None:
-            for name in self._damaged_files:
-                self._cache.remove(name)
+        if self._cache is None:
+            return
+        names = self._cache.names()
+        kept = (stays | self._unread_files).intersection(names)
+        for name in names:
             # A slot that stays may name constants, and so may a file that could not be read.
-            are_needed = bool(self._regions.cached() or self._unread_files)
-            for held in [] if are_needed else self._regions.cached_constants():
-                self._remove_cached(held)
-            if not self._cache.names():
-                self._cache.discard()
+            if name in kept or (kept and not name.startswith("slot-")):
+                continue
+            self._hold.guard()
+            if (cached := self._regions.cached_named(name)) is not None:
+                self._regions.drop_cached(cached)
+            self._cache.remove(name)
+        if not kept:
+            self._cache.discard()
 
     def _settle(self, examined: Examined) -> set[str]:
         """The names of the slots that stay; notes the outcome of the others."""
@@ -497,13 +493,6 @@ class _NodeSnapshots:
             return kept | (needed_slots(self._store, [*left.values()], committed) if names else set())
         except (OSError, FlashckptError):
             return {*names}
-
-    def _remove_cached(self, held: HeldRegion) -> None:
-        name = held.slot.name
-        if self._regions.cached_named(name) is held:
-            self._regions.drop_cached(held)
-        if self._cache is not None:
-            self._cache.remove(name)
 
     def close(self) -> None:
         """Let the next keeper find the slots that stay, and leave no other name behind. After an interrupt a
