@@ -8,10 +8,10 @@ from typing import Any
 
 from flashckpt.commit import lineage, verification
 from flashckpt.commit.verification import Report
-from flashckpt.commit.view import check_writable, open_run
+from flashckpt.commit.view import check_writable
 from flashckpt.errors import NoSuchStepError, OptionError
 from flashckpt.format.names import parse_at
-from flashckpt.recovery.node import lock_probe
+from flashckpt.recovery.node import refuse_if_trained
 from flashckpt.store import open_store
 
 Path = str | os.PathLike[str]
@@ -60,7 +60,6 @@ def branch(path: Path, step: int, attempt: str | None = None) -> str:
     _check_step(step)
     store = open_store(path)
     check_writable(store)
-    run = open_run(store, create=False)
     at = None if attempt is None else parse_at(attempt)
     if attempt is not None and at is None:
         raise NoSuchStepError(
@@ -68,8 +67,7 @@ def branch(path: Path, step: int, attempt: str | None = None) -> str:
             "`flashckpt ls --all` lists the attempts.",
             step=step,
         )
-    with lock_probe(store, run) as (me, probe):
-        return str(lineage.branch(store, step, at, probe=probe, me=me))
+    return str(lineage.branch(store, step, at, check=lambda: refuse_if_trained(store)))
 
 
 def verify(path: Path, step: int | None = None) -> Report:

@@ -16,7 +16,6 @@ from typing import TypeVar
 
 from flashckpt.catalogue.changes import quarantine as quarantined
 from flashckpt.catalogue.requests import Stores
-from flashckpt.commit.attempts import Probe, check_not_held, local_owner
 from flashckpt.commit.choice import Choice, Place, RankOffers, Stored, choose
 from flashckpt.commit.steps import StepRecord, is_whole, read_step, whole_or_why
 from flashckpt.commit.view import HOME, View, open_run
@@ -24,7 +23,6 @@ from flashckpt.errors import FlashckptError, NoSuchStepError
 from flashckpt.format.catalogue import EMPTY, Catalogue
 from flashckpt.format.manifest import Manifest
 from flashckpt.format.names import AttemptName, CommitName, SnapshotId
-from flashckpt.format.owner import Owner
 from flashckpt.store.base import Store
 
 _SHOWN = 20
@@ -219,19 +217,14 @@ def branch(
     step: int,
     at: AttemptName | SnapshotId | None = None,
     *,
-    probe: Probe | None = None,
-    me: Owner | None = None,
-    watch_s: float | None = None,
+    check: Callable[[], object] = lambda: None,
 ) -> AttemptName:
     """Begin an attempt at a visible step, or at `step` of the attempt or snapshot `at`, and end it. Later
-    starts resume from there. Returns the new attempt.
+    starts resume from there. Returns the new attempt. `check` raises if a job holds the run; it is called
+    once the step was found.
 
-    Raises, and changes nothing: RunHeldError if a job holds the run, NoSuchStepError if the step is not
-    committed, DamagedError.
+    Raises, and changes nothing: NoSuchStepError if the step is not committed, DamagedError.
     """
-    open_run(store, create=False)
-    owner = me if me is not None else local_owner()
     name = resolve(store, step, at).name
-    check_not_held(store, owner, probe, watch_s=watch_s)
-    stores = Stores({HOME.store: store})
-    return stores.run(HOME.branch(secrets.token_hex(4), name.id)).attempt
+    check()
+    return Stores({HOME.store: store}).run(HOME.branch(secrets.token_hex(4), name.id)).attempt

@@ -49,21 +49,15 @@ def runtime_of(store: Store, run: View) -> Iterator[RuntimeFolder | None]:
         yield runtime
 
 
-@contextlib.contextmanager
-def lock_probe(store: Store, run: View) -> Iterator[tuple[Owner, Probe | None]]:
-    """This process as an owner, and how it finds out whether a trainer of the run lives on this node. If the
-    run has no runtime folder here, no trainer lives here, and the counter in the run's folder is watched."""
-    with runtime_of(store, run) as runtime:
-        yield _probe(runtime)
-
-
 def refuse_if_trained(store: Store) -> None:
     """RunHeldError if a living attempt of the run in this store would be superseded."""
-    with lock_probe(store, open_run(store, create=False)) as (me, probe):
-        check_not_held(store, me, probe)
+    with runtime_of(store, open_run(store, create=False)) as runtime:
+        check_not_held(store, *_probe(runtime))
 
 
 def _probe(runtime: RuntimeFolder | None) -> tuple[Owner, Probe | None]:
+    """This process as an owner, and how it finds out whether a trainer of the run lives on this node. If the
+    run has no runtime folder here, none does, and the counter in the run's folder is watched."""
     if runtime is None:
         return local_owner(), None
     return local_owner(runtime.path), lambda _, lock: is_alive(runtime, lock)

@@ -44,14 +44,14 @@ def test_branches_twice_over(store: Store) -> None:
 def test_a_branch_that_was_left_comes_back_only_by_name(store: Store) -> None:
     first = attempt_at(store)
     train(store, first, 100, 200, 300)
-    branch(store, 100, watch_s=0)
+    branch(store, 100)
     assert steps(store) == [100]
     with pytest.raises(NoSuchStepError, match=f"300@{first}"):
-        branch(store, 300, watch_s=0)
-    branch(store, 300, first, watch_s=0)
+        branch(store, 300)
+    branch(store, 300, first)
     assert steps(store) == [100, 200, 300]
     with pytest.raises(NoSuchStepError):
-        branch(store, 301, first, watch_s=0)
+        branch(store, 301, first)
 
 
 def test_a_step_number_of_two_attempts_is_the_newer_ones(store: Store) -> None:

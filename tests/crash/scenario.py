@@ -34,7 +34,7 @@ def live(path: str, system: System, say: Say) -> None:
     second = attempt_at(store, name_of(300, first))
     _save(store, 400, second, say)
     say("may go", 400)
-    branch(store, 300, watch_s=0)
+    branch(store, 300)
     say("gone", 400)
     third = attempt_at(store, name_of(300, first))
     _save(store, 400, third, say)

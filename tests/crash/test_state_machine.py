@@ -149,7 +149,7 @@ class Life(RuleBasedStateMachine):
     def branch(self, pick: Random) -> None:
         each = pick.choice(sorted(self._seen()))
         try:
-            made = branch(self.store, each.step, watch_s=0)
+            made = branch(self.store, each.step)
         except (DamagedError, NoSuchStepError):
             assert each in self.damaged, "a step that is whole can be branched from"
             return

@@ -8,7 +8,7 @@ from flashckpt.commit.lineage import branch
 from flashckpt.commit.view import View
 from flashckpt.options import Keep
 from tests import run_view
-from tests.commit.runs import HOLDER, attempt_at, commit, name_of, new_run, publish
+from tests.commit.runs import attempt_at, commit, name_of, new_run, publish
 
 
 def make_run(path: str) -> None:
@@ -19,7 +19,7 @@ def make_run(path: str) -> None:
         commit(store, step, first, constants=True, keep=Keep(last=2))
     collect(store, View.of(store).catalogue)
     run_view.end(store, first, "dead")
-    branch(store, 200, me=HOLDER, watch_s=0)
+    branch(store, 200)
     third = attempt_at(store, name_of(200, first))
     commit(store, 250, third)
     run_view.mark_damaged(store, name_of(250, third), "node-7", "chunk 3 does not have its checksum")

@@ -42,7 +42,7 @@ def left_branch(run: Path, runtime: Path) -> Crash:
     crash.seal(7)
     crash.both_killed()
     crash.half_written(6)
-    branch(open_store(str(run)), 1, watch_s=0)
+    branch(open_store(str(run)), 1)
     return crash
 
 

@@ -181,7 +181,7 @@ def test_a_keeper_that_cannot_save_is_told_with_its_reason(small_disk: Path, run
 
 def test_what_a_keeper_may_not_save_any_more_is_kept_and_no_failure(lingers: Crash) -> None:
     store = open_store(str(lingers.run))
-    branch(store, 1, watch_s=0)
+    branch(store, 1)
     lingers.wake()
     eventually(lambda: any(line["event"] == "error" for line in ledger(lingers.run)))
     report = recovered(lingers.run)

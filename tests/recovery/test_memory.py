@@ -74,7 +74,7 @@ def test_a_branch_that_was_left_never_becomes_visible(tmp_path: Path, runtime: P
     crash = Crash(run, runtime).slots().commit(1, 2)
     [slot] = crash.seal(7)
     crash.both_killed()
-    branch(store, 1, watch_s=0)
+    branch(store, 1)
     before = visible(run)
     report = recovered(run)
     kept = [each for each in report.findings if each.step == 7]
@@ -95,7 +95,7 @@ def test_what_a_branch_has_overtaken_is_dropped(run: Path, runtime: Path) -> Non
     first = Crash(run, runtime).slots().commit(1, 2)
     [left] = first.seal(7)
     first.both_killed()
-    branch(open_store(str(run)), 1, watch_s=0)
+    branch(open_store(str(run)), 1)
     second = Crash(run, runtime, parent=first.attempt, step=1)
     eventually(lambda: left in regions_of(second.folder))
     second.slots()
