@@ -192,18 +192,16 @@ def check_not_held(
     me: Owner,
     probe: Probe | None = None,
     *,
-    watch_s: float | None = None,
     sleep: Callable[[float], None] = time.sleep,
     run: View | None = None,
 ) -> View:
     """Return the view that was judged. RunHeldError if a trainer of the newest attempt lives. May watch the
-    counter for `watch_s` seconds, by default WATCH_S and the store's delay; the log says so. As long as
-    keepers elsewhere save what the attempt has left, this waits for them.
+    counter for WATCH_S seconds and the store's delay; the log says so. As long as keepers elsewhere save what
+    the attempt has left, this waits for them.
 
     `probe` checks locks in runtime folders of this machine; without it only the counter is used. `run`: a
     view that was read just now.
     """
-    watch_s = WATCH_S + store.capabilities.delay_s if watch_s is None else watch_s
     view = _newest_or_none(store) if run is None else run
     while (newest := view.attempt) is not None:
         theirs = view.catalogue.owner
@@ -217,7 +215,7 @@ def check_not_held(
         found = alive(store, newest)
         if _is_restart(me, theirs) and not (found is not None and found.phase == "saving"):
             break
-        if _moves(store, newest, theirs, watch_s, sleep):
+        if _moves(store, newest, theirs, sleep):
             raise _held(store, newest, theirs, f"a process on {escaped(theirs.host)}")
         # Another attempt may have begun meanwhile, and is checked like the first.
         view = _newest_or_none(store)
@@ -234,22 +232,17 @@ def check_none_lives(store: Store, *, sleep: Callable[[float], None] = time.slee
     found = None if newest is None else alive(store, newest)
     if newest is None or found is None or found.ended:
         return
-    if _moves(store, newest, None, WATCH_S + store.capabilities.delay_s, sleep):
+    if _moves(store, newest, None, sleep):
         raise RunHeldError(
             f"{store.url} is held: attempt {newest} lives. Nothing was changed. Stop that job first.",
             path=store.url,
         )
 
 
-def _moves(
-    store: Store,
-    attempt: AttemptName,
-    theirs: Owner | None,
-    watch_s: float,
-    sleep: Callable[[float], None],
-) -> bool:
-    """Whether a trainer moves the counter within `watch_s`; False as soon as the attempt's end is recorded.
+def _moves(store: Store, attempt: AttemptName, theirs: Owner | None, sleep: Callable[[float], None]) -> bool:
+    """Whether a trainer moves the counter, which is watched; False as soon as the attempt's end is recorded.
     Where a keeper moves it, which saves what the attempt has left, the watch begins again."""
+    watch_s = WATCH_S + store.capabilities.delay_s
     where = "" if theirs is None else f" on {escaped(theirs.host)}"
     last, reported_s, waited_s, is_saving = alive(store, attempt), 0.0, 0.0, False
     while waited_s < watch_s:

@@ -97,7 +97,7 @@ def test_a_job_elsewhere_is_refused_while_the_keeper_stands_still(
         pid = the_keeper(client._runtime)
         os.kill(pid, signal.SIGSTOP)
         with pytest.raises(flashckpt.RunHeldError, match=str(checkpointer._session.attempt)):
-            attempts.check_not_held(store, elsewhere, watch_s=attempts.WATCH_S)
+            attempts.check_not_held(store, elsewhere)
         assert keeper_pid(client._runtime) != pid
 
 
