@@ -55,7 +55,7 @@ from flashckpt.recovery.report import (
     Resume,
     Watcher,
 )  # fmt: skip
-from flashckpt.recovery.storage import Examined, clear_garbage, commit_whole, examine, quarantine, unfinished
+from flashckpt.recovery.storage import Examined, clear_garbage, commit_whole, examine, quarantine
 from flashckpt.store.base import Store
 from flashckpt.threads import Worker
 
@@ -146,7 +146,7 @@ def _saved(
     findings about parts, those about steps, and those about garbage."""
     # Before memory is saved: it may need the room, and a newer step must not overtake a whole one.
     orphans = {each.place: each for each in clear_garbage(held, ledger)}
-    whole = commit_whole(held.store, dry_run=held.is_view)
+    parts = commit_whole(held.store, dry_run=held.is_view)
     if status is not None:
         node.report(status)
     elif held.is_view:
@@ -155,7 +155,6 @@ def _saved(
         node.save()
     watcher.stage("committing")
     held.guard()
-    parts = {each.place: each for each in (*unfinished(held.store), *whole)}
     watcher.stage("verifying")
     examined = examine(held.store, watcher, read=read)
     if not held.is_view:
@@ -166,7 +165,7 @@ def _saved(
             _note_death(held, node.unsaved, ledger)
         watcher.stage("clearing")
         orphans |= {each.place: each for each in clear_garbage(held, ledger)}
-    return parts.values(), examined, orphans.values()
+    return parts, examined, orphans.values()
 
 
 def _opened(store: Store, *, dry_run: bool) -> View:

@@ -15,12 +15,12 @@ from flashckpt.catalogue.requests import Stores
 from flashckpt.commit import lineage
 from flashckpt.commit.attempts import settle
 from flashckpt.commit.commit_step import collect, retain, retained
-from flashckpt.commit.steps import heads_at_rest, is_whole, lacking, whole_or_why
+from flashckpt.commit.steps import is_whole, whole_or_why
 from flashckpt.commit.tidying import temporary_files
 from flashckpt.commit.verification import Row, verify
 from flashckpt.commit.view import HOME, View, check_writable, folders_in, name_of, open_run
 from flashckpt.errors import DamagedError, DivergedError
-from flashckpt.format.catalogue import FROZEN_PREFIX, Checkpoint, Folder
+from flashckpt.format.catalogue import FROZEN_PREFIX, Checkpoint
 from flashckpt.format.manifest import Manifest
 from flashckpt.format.names import CommitName
 from flashckpt.options import Keep
@@ -55,7 +55,8 @@ def commit_whole(store: Store, *, dry_run: bool) -> list[Finding]:
     try:
         made = _whole(before) if dry_run else settle(before).view.catalogue.checkpoints
     except OSError as error:
-        return [_failed(each, error) for each in before.pending()[::-1]]
+        left = before.pending()[::-1]
+        return [Finding(Kind.PARTS, Fate.FAILED, each.path, each.id, detail=str(error)) for each in left]
     return [
         Finding(Kind.PARTS, fate, each.folder.path, each.id, each.step, each.num_bytes)
         for each in made[::-1]
@@ -71,29 +72,6 @@ def _whole(view: View) -> list[Checkpoint]:
             manifest = Stores({HOME.store: view.store}).run(HOME.gather(folder))
             found += [checkpoint_of(manifest)] if isinstance(manifest, Manifest) else []
     return found
-
-
-def unfinished(store: Store) -> list[Finding]:
-    """A finding for each snapshot that the newest attempt has left and that lacks parts, newest first."""
-    return [found for folder in View.of(store).pending()[::-1] for found in _unfinished(store, folder)]
-
-
-def _failed(folder: Folder, error: OSError) -> Finding:
-    return Finding(Kind.PARTS, Fate.FAILED, folder.path, folder.id, detail=str(error))
-
-
-def _unfinished(store: Store, folder: Folder) -> list[Finding]:
-    try:
-        heads = heads_at_rest(store, folder)
-    except OSError as error:
-        return [_failed(folder, error)]
-    if not heads:
-        return []
-    first = next(iter(heads.values()))
-    num_bytes = sum(file.num_bytes for head in heads.values() for file in head.files)
-    is_lacking = lacking(heads, first.world)
-    why = "not all of its ranks' parts are there" if is_lacking else "its files are not all there"
-    return [Finding(Kind.PARTS, Fate.KEPT, folder.path, folder.id, first.step, num_bytes, why)]
 
 
 def examine(store: Store, watcher: Watcher, *, read: bool) -> Examined:

@@ -66,7 +66,7 @@ def test_each_node_saves_its_part_and_the_last_one_commits(
     second = died(store, other_node, (2, 3), 4, first.attempt)
     before = regions_of(first.folder)
     report = recovered(run)
-    assert {row for row in rows(report) if row[2] == 5} == {("snapshot", "kept", 5), ("parts", "kept", 5)}
+    assert {row for row in rows(report) if row[2] == 5} == {("snapshot", "kept", 5)}
     assert not report.failed
     assert report.unseen == (2, 3)
     assert report.resume is not None

@@ -45,7 +45,7 @@ def test_parts_of_several_keepers(store: LocalStore, run: Path) -> None:
     for step, ranks in ((2, (0, 1)), (3, (0, 1)), (3, (2, 3)), (4, (0, 1))):
         publish(store, step, attempt, ranks=ranks, world=4)
     report = recovered(run)
-    assert rows(report, "parts") == [("parts", "kept", 4), ("parts", "committed", 3)]
+    assert rows(report, "parts") == [("parts", "committed", 3)]
     assert not report.failed
     assert visible(store) == [3]
     assert is_whole(store, 3, attempt)
