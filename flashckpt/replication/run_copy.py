@@ -257,17 +257,14 @@ class StepCopier:
 
     def _mend_small(self, path: str, data: bytes, name: CommitName) -> bool:
         """Write a part or a manifest that is missing in the target, or, when repairing, another there."""
-        try:
-            if self._target.read(path, len(data)) == data:
-                return False
-        except FileNotFoundError:
-            self._target.create(path, data)
-            return True
-        except DamagedError:
-            pass  # it is longer
-        if not self._repairs:
-            raise self._is_not_whole(path, name)
-        self._target.replace(path, data)
+        with suppress(FileNotFoundError):
+            with suppress(DamagedError):  # it is longer
+                if self._target.read(path, len(data)) == data:
+                    return False
+            if not self._repairs:
+                raise self._is_not_whole(path, name)
+            self._target.remove(path)
+        write_once(self._target, path, data)
         return True
 
     def _is_sound(self, path: str, contents: Contents) -> bool:
