@@ -344,7 +344,7 @@ def test_what_cannot_be_read_is_refused(path: tuple[Any, ...], value: object) ->
         (("share", "ranks"), 0),
         (("share", "rank"), 2),
         (("share", "batch_size"), 0),
-        (("share", "order", "how"), "by dice"),
+        (("share", "order", "seed"), "by dice"),
         (("share", "order", "length"), -1),
         (("share", "samples"), True),
         (("moved",), {"ranks": "2", "world": 3, "alike": True}),

@@ -50,30 +50,29 @@ def _hints(kind: type) -> dict[str, set[Any] | None]:
     }
 
 
-BY_SAMPLES, BY_BATCHES = "samples", "batches"
+GLOBAL = ""
+"""In the place of a generator's path: torch's global generator."""
 
 
 @dataclass(frozen=True)
 class Order:
-    """The order of an epoch's samples, the same on all ranks.
+    """The order of an epoch's samples, the same on all ranks: sequential, or a permutation.
 
-    how: "sequential"; "seeded" (a permutation by `seed`); or "drawn" (a RandomSampler's permutation, from the
-        generator states before its first index).
     length: the number of samples.
-    seed: an int, or a generator's state.
-    sampler: for "drawn", the path of the sampler's own generator; None for the global one.
+    seed: of a permutation: an int, or a generator's state.
+    drawn_by: for the permutation of a RandomSampler, the path of the generator whose state before the first
+        index decides it, or GLOBAL.
     """
 
-    how: str
     length: int
     seed: int | bytes | None = None
-    sampler: str | None = None
+    drawn_by: str | None = None
 
     def indices(self) -> Sequence[int]:
-        """Return the whole order. Not for "drawn" (see `settled`)."""
-        if self.how == "sequential":
+        """Return the whole order. Not for one that is drawn (see `settled`)."""
+        assert self.drawn_by is None
+        if self.seed is None:
             return range(self.length)
-        assert self.seed is not None, self.how
         generator = torch.Generator()
         if isinstance(self.seed, bytes):
             rng.restore_one(generator, self.seed)
@@ -83,18 +82,22 @@ class Order:
         return drawn
 
     def settled(self, at_draw: Mapping[str, Any]) -> Order:
-        """Return the same order as "seeded", independent of the generators. at_draw: the generator states
-        before the first index was drawn. Raises DamagedError for an invalid generator state."""
-        if self.how != "drawn":
+        """Return the same order, independent of the generators. at_draw: the generator states before the
+        first index was drawn. Raises DamagedError for an invalid generator state."""
+        if self.drawn_by is None:
             return self
-        is_own, generator = self.sampler is not None, torch.Generator()
-        state = at_draw["own"].get(self.sampler) if is_own else at_draw["global"].get("torch")
+        state, generator = drawing_state(self.drawn_by, at_draw), torch.Generator()
         rng.restore_one(generator, state)
-        if is_own:
-            return Order("seeded", self.length, state)
+        if self.drawn_by != GLOBAL:
+            return Order(self.length, state)
         # As torch's RandomSampler draws its seed.
         drawn = torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator)
-        return Order("seeded", self.length, int(drawn))
+        return Order(self.length, int(drawn))
+
+
+def drawing_state(drawn_by: str, states: Mapping[str, Any]) -> Any:
+    """Return the state of the generator `Order.drawn_by` in the result of `Generators.capture_all`."""
+    return states["global"].get("torch") if drawn_by == GLOBAL else states["own"].get(drawn_by)
 
 
 @dataclass(frozen=True)
@@ -103,12 +106,13 @@ class Share:
 
     ranks, rank: the data-parallel size and rank; 1 and 0 if nothing divides the samples.
     batch_size: None if unknown code makes the batches.
-    even: drop samples that cannot be divided evenly (`drop_last` of the sampler) instead of padding.
+    even: drop samples that cannot be divided evenly (`drop_last` of torch's sampler, or of the loader that
+        Accelerate divides) instead of padding.
     whole: drop a batch that is not full (`drop_last` of the loader).
     order: None if unknown.
     samples: the samples of the epoch that all ranks together used before the current division.
     batches: the batches of the epoch that each rank used before the current division.
-    by: the entries of the order that ranks take in turn: single samples, or batches of consecutive samples.
+    chunk: the consecutive entries of the order that ranks take in turn: 1, or those of a batch.
     """
 
     ranks: int
@@ -119,7 +123,7 @@ class Share:
     order: Order | None = None
     samples: int = 0
     batches: int = 0
-    by: str = BY_SAMPLES
+    chunk: int = 1
 
     def value(self) -> dict[str, Any]:
         """Return plain values, for `read`."""
@@ -146,12 +150,9 @@ class Share:
             return False
         if self.batch_size is not None and self.batch_size < 1:
             return False
-        if self.by != BY_SAMPLES and (self.by != BY_BATCHES or self.batch_size is None):
+        if self.chunk not in (1, self.batch_size):
             return False
-        if order is None:
-            return self.samples == 0 == self.batches
-        known = order.how in ("sequential", "drawn") or (order.how == "seeded" and order.seed is not None)
-        return known and order.length >= 0
+        return self.samples == 0 == self.batches if order is None else order.length >= 0
 
     @property
     def can_be_divided(self) -> bool:
@@ -160,7 +161,7 @@ class Share:
 
     def divides_as(self, other: Share) -> bool:
         """Whether both have the same entries of an order, in the same batches."""
-        mine, its = ((s.ranks, s.rank, s.batch_size, s.even, s.by) for s in (self, other))
+        mine, its = ((s.ranks, s.rank, s.batch_size, s.even, s.chunk) for s in (self, other))
         return mine == its
 
     def given(self, batches_taken: int) -> int:
@@ -179,26 +180,19 @@ class Share:
         """The number of this rank's samples since the current division: the same on all ranks."""
         assert self.order is not None
         left = max(0, self.order.length - self.samples)
-        if self.by == BY_SAMPLES:
-            return left // self.ranks if self.even else math.ceil(left / self.ranks)
-        assert self.batch_size is not None
-        a_round = self.batch_size * self.ranks
-        return (left // a_round if self.whole else math.ceil(left / a_round)) * self.batch_size
+        a_round = self.chunk * self.ranks
+        return (left // a_round if self.even else math.ceil(left / a_round)) * self.chunk
 
     def own_indices(self) -> list[int]:
         """Return this rank's samples since the current division. Pads with samples from the beginning of the
         order, as torch's and Accelerate's samplers do."""
         assert self.order is not None
-        numbers, size = range(self.own_samples), self.batch_size or 1
-        if self.by == BY_SAMPLES:
-            entries = [self.samples + self.rank + number * self.ranks for number in numbers]
-        else:
-            entries = [
-                self.samples + (number // size * self.ranks + self.rank) * size + number % size
-                for number in numbers
-            ]
-        indices, length = self.order.indices(), self.order.length
-        return [indices[entry % length] for entry in entries]
+        indices, length, chunk = self.order.indices(), self.order.length, self.chunk
+        numbers = (
+            self.samples + (number // chunk * self.ranks + self.rank) * chunk + number % chunk
+            for number in range(self.own_samples)
+        )
+        return [indices[number % length] for number in numbers]
 
     @property
     def all_batches(self) -> int:
@@ -255,8 +249,8 @@ def _share_of_shard(shard: Any, generators: rng.Generators | None) -> Share:
         found = _share_of_sampler(batches.sampler, generators)
     if found is None or found.ranks > 1:
         return Share(ranks, rank)  # the order is unknown, or ranks have unequal parts of it
-    whole = bool(shard.drop_last)
-    return replace(found, ranks=ranks, rank=rank, batch_size=size, whole=whole, by=BY_BATCHES)
+    cuts = bool(shard.drop_last)
+    return replace(found, ranks=ranks, rank=rank, batch_size=size, even=cuts, whole=cuts, chunk=size)
 
 
 def _is_of_accelerate(name: str, value: object) -> bool:
@@ -276,27 +270,27 @@ def _is_batch_sampler(batches: object) -> bool:
 
 def _share_of_sampler(sampler: Any, generators: rng.Generators | None) -> Share | None:
     """Return the share of a sampler whose order is known; None for others."""
+    order = None
     if isinstance(sampler, DistributedSampler):
-        order: Order | None = None
         if type(sampler).__iter__ is DistributedSampler.__iter__:
-            length = len(sampler.dataset)  # type: ignore[arg-type]
-            seed = sampler.seed + sampler.epoch
-            order = Order("seeded", length, seed) if sampler.shuffle else Order("sequential", length)
+            seed = sampler.seed + sampler.epoch if sampler.shuffle else None
+            order = Order(len(sampler.dataset), seed)  # type: ignore[arg-type]
         return Share(sampler.num_replicas, sampler.rank, even=sampler.drop_last, order=order)
-    if _is_of_accelerate("SeedableRandomSampler", sampler):
-        length, seed = len(sampler.data_source), sampler.initial_seed + sampler.epoch
-        known = not sampler.replacement and sampler.num_samples == length
-        return Share(1, 0, order=Order("seeded", length, seed) if known else None)
     if type(sampler) is SequentialSampler:
-        return Share(1, 0, order=Order("sequential", len(sampler.data_source)))
-    if type(sampler) is not RandomSampler:
+        return Share(1, 0, order=Order(len(sampler.data_source)))
+    is_seeded = _is_of_accelerate("SeedableRandomSampler", sampler)
+    if type(sampler) is not RandomSampler and not is_seeded:
         return None
-    if sampler.replacement or sampler.num_samples != len(sampler.data_source):
-        return Share(1, 0)
-    own = sampler.generator
-    path = generators.path_of(own) if generators is not None and own is not None else None
-    is_saved = own is None or path is not None
-    return Share(1, 0, order=Order("drawn", len(sampler.data_source), sampler=path) if is_saved else None)
+    length, own = len(sampler.data_source), sampler.generator
+    if sampler.replacement or sampler.num_samples != length:
+        pass  # not each sample once
+    elif is_seeded:
+        order = Order(length, sampler.initial_seed + sampler.epoch)
+    elif own is None:
+        order = Order(length, drawn_by=GLOBAL)
+    elif generators is not None and (path := generators.path_of(own)) is not None:
+        order = Order(length, drawn_by=path)
+    return Share(1, 0, order=order)
 
 
 def _number(part: object, *names: str) -> int | None:

@@ -20,6 +20,7 @@ import torch
 from flashckpt.errors import DamagedError, MismatchError
 from flashckpt.format.typed import encode_json
 from flashckpt.state import rng
+from flashckpt.state.loader.order import drawing_state
 from flashckpt.state.loader.position import LayoutChange
 
 _SAME = ("step", "epoch", "has_ended", "iterated", "taps", "to_skip")
@@ -143,20 +144,16 @@ def _have_same_order(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Whether two ranks' loaders drew the same order, or have the same state of their own."""
     if "state" in one["parts"]:
         return encode_json(one["parts"]["state"]) == encode_json(other["parts"].get("state"))
-    if not _is_drawn(one["made_of"].get("share")) or one["at_draw"] is None or other["at_draw"] is None:
+    share = one["made_of"].get("share")
+    if not _is_drawn(share) or one["at_draw"] is None or other["at_draw"] is None:
         return True
-    return bool(_order_states(one) == _order_states(other))
-
-
-def _order_states(position: Mapping[str, Any]) -> Any:
-    """Return the generator states that determine the order."""
-    sampler, states = position["made_of"]["share"]["order"]["sampler"], position["at_draw"]
-    return states["global"]["torch"] if sampler is None else states["own"][sampler]
+    states = (drawing_state(share["order"]["drawn_by"], each["at_draw"]) for each in (one, other))
+    return bool(next(states) == next(states))
 
 
 def _is_drawn(share: Any) -> bool:
     """Whether a loader draws its order from random numbers."""
-    return share is not None and share["order"] is not None and share["order"]["how"] == "drawn"
+    return share is not None and share["order"] is not None and share["order"]["drawn_by"] is not None
 
 
 def _derived(name: str, state: Any, rank: int) -> Any:

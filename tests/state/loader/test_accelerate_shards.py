@@ -153,7 +153,7 @@ def test_an_unknown_order_is_not_divided() -> None:
     assert own is None or own.order is None
 
 
-@pytest.mark.parametrize("by", ["pages", None, 3])
-def test_a_share_with_another_division_is_refused(by: object) -> None:
+@pytest.mark.parametrize("chunk", [0, None, 3])
+def test_a_share_with_another_division_is_refused(chunk: object) -> None:
     with pytest.raises(ValueError, match="share"):
-        Share.read({**Share(2, 1, 4).value(), "by": by})
+        Share.read({**Share(2, 1, 4).value(), "chunk": chunk})
