@@ -307,8 +307,8 @@ def two_ranks(batches: int = 2) -> Values:
         (("epoch",), 1),
         (("sources", 0, "is_open"), False),
         (("sources", 0, "position", "batches_taken"), 1),
-        (("sources", 0, "position", "made_of", "share", "batch_size"), 3),
-        (("sources", 0, "position", "made_of", "share", "order", "seed"), 6),
+        (("sources", 0, "position", "share", "batch_size"), 3),
+        (("sources", 0, "position", "share", "order", "seed"), 6),
     ],
 )
 def test_ranks_at_different_places_are_refused(path: tuple[Any, ...], value: object) -> None:
@@ -325,7 +325,7 @@ def test_ranks_at_different_places_are_refused(path: tuple[Any, ...], value: obj
         (("sources",), None),
         (("sources", 0), {}),
         (("sources", 0, "position"), []),
-        (("sources", 0, "position", "made_of"), None),
+        (("sources", 0, "position", "share"), 5),
         (("sources", 0, "position", "now"), {}),
     ],
 )
@@ -353,7 +353,7 @@ def test_what_cannot_be_read_is_refused(path: tuple[Any, ...], value: object) ->
 def test_a_share_that_cannot_be_is_refused(path: tuple[Any, ...], value: object) -> None:
     progress = taken_up(two_ranks(), 0, 3)
     saved = progress.value()
-    put(saved["sources"][0]["position"]["made_of"], path, value)
+    put(saved["sources"][0]["position"], path, value)
     progress = Progress()
     progress.restore(saved)
     with pytest.raises(DamagedError):
@@ -375,5 +375,5 @@ def test_a_position_that_was_moved_and_not_taken_up_is_moved_again() -> None:
     now = Ranks(lambda rank, _: ReplicaAssignment(5, 1).loader(30, rank), 5, values=again)
     now.take(99)
     assert sorted(seen + now.seen[:18]) == list(range(30))
-    [moved] = {str(each["sources"][0]["position"]["made_of"]["moved"]) for each in again.values()}
+    [moved] = {str(each["sources"][0]["position"]["moved"]) for each in again.values()}
     assert moved == str({"ranks": 2, "world": 3, "alike": True})

@@ -143,8 +143,6 @@ class DataLoaderSource(Source):
         return BatchSampler(RemainingSampler(share), share.batch_size, share.whole)
 
     def _reopen(self, position: Position) -> None:
-        assert position.at_iter is not None
-        assert position.at_draw is not None
         self._load_workers(position, persist=True)
         self._skipped = position.parts["skipped"]
         self._continue_at(position.batches_taken, (position.at_iter, position.at_draw))

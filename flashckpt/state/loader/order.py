@@ -16,7 +16,7 @@ import functools
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
@@ -29,25 +29,27 @@ _T = TypeVar("_T")
 
 
 def checked_fields(kind: type[_T], saved: Any) -> _T:
-    """Return an instance of a class from its fields. Raises ValueError unless names and types match."""
+    """Return an instance of a class from its fields, in which other dataclasses are dicts. Raises ValueError
+    unless names and types match."""
     hints = _hints(kind)  # type: ignore[arg-type]
     if not isinstance(saved, dict) or saved.keys() != hints.keys():
         raise ValueError(f"its {kind.__name__.lower()} has other fields")
+    fields = dict(saved)
     for name, types in hints.items():
-        if types is not None and type(saved[name]) not in types:
+        inner: Any = next(filter(is_dataclass, types), None)
+        if inner is not None and isinstance(saved[name], dict):
+            fields[name] = checked_fields(inner, saved[name])
+        elif Any not in types and type(saved[name]) not in types:
             raise ValueError(f"{name} of its {kind.__name__.lower()} is a {type(saved[name]).__name__}")
-    return kind(**saved)
+    return kind(**fields)
 
 
 @functools.cache
-def _hints(kind: type) -> dict[str, set[Any] | None]:
-    """Return the types of each field of a class; None for any type."""
+def _hints(kind: type) -> dict[str, set[Any]]:
+    """Return the types of each field of a class."""
     hints = get_type_hints(kind)
     unions = {name: get_args(h) if isinstance(h, UnionType) else (h,) for name, h in hints.items()}
-    return {
-        name: None if Any in types else {get_origin(each) or each for each in types}
-        for name, types in unions.items()
-    }
+    return {name: {get_origin(each) or each for each in types} for name, types in unions.items()}
 
 
 GLOBAL = ""
@@ -126,38 +128,27 @@ class Share:
     chunk: int = 1
 
     def value(self) -> dict[str, Any]:
-        """Return plain values, for `read`."""
+        """Return plain values, for `checked_fields`."""
         # Not by `asdict`, which takes longer than all random numbers of a position.
         return {**vars(self), "order": None if self.order is None else dict(vars(self.order))}
 
-    @classmethod
-    def read(cls, saved: Any) -> Share | None:
-        """Return the share from the result of `value`, or None for None. Raises ValueError for other
-        values."""
-        if saved is None:
-            return None
-        order = saved.get("order") if isinstance(saved, dict) else None
-        if order is not None:
-            saved = {**saved, "order": checked_fields(Order, order)}
-        share = checked_fields(cls, saved)
-        if not share._is_sound():
-            raise ValueError(f"its share is invalid: {share}")
-        return share
+    def __post_init__(self) -> None:
+        """Raise ValueError if a field of a saved share is invalid."""
+        is_sound = (
+            0 <= self.rank < self.ranks
+            and (self.batch_size is None or self.batch_size > 0)
+            and self.chunk in (1, self.batch_size)
+            and min(self.samples, self.batches) >= 0
+            and (self.samples == 0 == self.batches if self.order is None else self.order.length >= 0)
+        )
+        if not is_sound:
+            raise ValueError(f"its share is invalid: {self}")
 
-    def _is_sound(self) -> bool:
-        order = self.order
-        if min(self.ranks, self.rank, self.samples, self.batches) < 0 or self.rank >= self.ranks:
-            return False
-        if self.batch_size is not None and self.batch_size < 1:
-            return False
-        if self.chunk not in (1, self.batch_size):
-            return False
-        return self.samples == 0 == self.batches if order is None else order.length >= 0
-
-    @property
-    def can_be_divided(self) -> bool:
-        """Whether the samples used after a number of batches are known."""
-        return self.order is not None and self.batch_size is not None
+    def can_follow(self, then: Share) -> bool:
+        """Whether this rank can have its share of what `then` has left: of as many samples, in a known
+        order."""
+        known = [s.order.length for s in (self, then) if s.order is not None and s.batch_size is not None]
+        return len(known) == 2 and known[0] == known[1]
 
     def divides_as(self, other: Share) -> bool:
         """Whether both have the same entries of an order, in the same batches."""
@@ -171,9 +162,13 @@ class Share:
         given = self.samples + (batches_taken - self.batches) * self.batch_size * self.ranks
         return min(given, self.order.length)
 
-    def remaining_after(self, then: Share, batches_taken: int) -> Share:
-        """Return this rank's share of the samples that `then` has left after this many batches."""
-        return replace(self, order=then.order, samples=then.given(batches_taken), batches=batches_taken)
+    def remaining_after(
+        self, then: Share, batches_taken: int, at_draw: Mapping[str, Any] | None = None
+    ) -> Share:
+        """Return this rank's share of the samples that `then` has left after this many batches. at_draw: the
+        generator states before the first index of its order was drawn."""
+        order = then.order if then.order is None or at_draw is None else then.order.settled(at_draw)
+        return replace(self, order=order, samples=then.given(batches_taken), batches=batches_taken)
 
     @property
     def own_samples(self) -> int:
@@ -228,7 +223,7 @@ def share_of(loader: Any, generators: rng.Generators | None = None) -> Share | N
         found = _share_of_sampler(sampler, generators)
         if found is not None:
             return replace(found, batch_size=batch_size, whole=whole)
-    size = batch_size if type(batch_size) is int and batches is not None else None
+    size = batch_size if type(batch_size) is int and batch_size > 0 and batches is not None else None
     dataset = getattr(loader, "dataset", None)
     parts = (batches, getattr(batches, "sampler", None), getattr(loader, "sampler", None), dataset)
     for part in (*parts, getattr(dataset, "_distributed", None), loader):

@@ -49,7 +49,7 @@ def goes_by_others(progress: Mapping[str, Any]) -> bool:
     own state, which may differ among ranks."""
     try:
         positions = [entry["position"] for entry in progress["sources"]]
-        return any("state" in each["parts"] or _is_drawn(each["made_of"].get("share")) for each in positions)
+        return any("state" in each["parts"] or _is_drawn(each["share"]) for each in positions)
     except (KeyError, TypeError, AttributeError):
         return True  # merged_progress raises for it
 
@@ -99,14 +99,11 @@ def _merged_progress(
                 states["global"] = merged_rng(
                     {r: each["global"] for r, each in theirs.items()}, rank, old_world
                 )
-        made_of = position["made_of"]
         # For a position that moved before and was not resumed since, the first layout counts.
-        before = (
-            LayoutChange(**made_of["moved"]) if "moved" in made_of else LayoutChange(old_world, world, True)
-        )
+        moved, share = position["moved"], position["share"]
+        before = LayoutChange(old_world, world, True) if moved is None else LayoutChange(**moved)
         alike = before.alike and all(_have_same_order(position, each) for each in found.values())
-        made_of["moved"] = asdict(LayoutChange(before.ranks, world, alike))
-        share = made_of.get("share")
+        position["moved"] = asdict(LayoutChange(before.ranks, world, alike))
         if not alike and share is not None and not share["batches"]:
             share["order"] = None  # each rank had an order of its own
     return merged
@@ -117,12 +114,12 @@ def _opened(progress: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_open(source: int, position: Mapping[str, Any], found: Mapping[int, Mapping[str, Any]]) -> None:
-    share = position["made_of"].get("share")
+    share = position["share"]
     for other, its in found.items():
         _check_same(source, position, other, its, ("epoch", "batches_taken"))
         drawn = ({"batches drawn ahead": len(each["ahead"])} for each in (position, its))
         _check_same(source, next(drawn), other, next(drawn), ("batches drawn ahead",))
-        its_share = its["made_of"].get("share")
+        its_share = its["share"]
         if share is not None and its_share is not None:
             _check_same(source, share, other, its_share, tuple(share.keys() - {"rank"}))
 
@@ -144,7 +141,7 @@ def _have_same_order(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Whether two ranks' loaders drew the same order, or have the same state of their own."""
     if "state" in one["parts"]:
         return encode_json(one["parts"]["state"]) == encode_json(other["parts"].get("state"))
-    share = one["made_of"].get("share")
+    share = one["share"]
     if not _is_drawn(share) or one["at_draw"] is None or other["at_draw"] is None:
         return True
     states = (drawing_state(share["order"]["drawn_by"], each["at_draw"]) for each in (one, other))

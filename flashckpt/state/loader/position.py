@@ -30,11 +30,6 @@ class LayoutChange:
     world: int
     alike: bool
 
-    @classmethod
-    def read(cls, saved: Any) -> LayoutChange | None:
-        """Return the change with these attributes, or None for None. Raises ValueError for other values."""
-        return None if saved is None else checked_fields(cls, saved)
-
     @property
     def is_resized(self) -> bool:
         return self.ranks != self.world
@@ -47,8 +42,9 @@ class Position(NamedTuple):
     batches_taken: the batches of this epoch.
     over: the epoch has no more batches.
     length: the batches of an epoch; None if unknown.
-    made_of: settings such as the batch size, which must not change; if known, the rank's share ("share") and
-        the change of layout ("moved").
+    made_of: settings such as the batch size, which must not change.
+    share: the rank's share; None if unknown.
+    moved: the change of layout since then, in a position that was made for another rank.
     at_iter: generator states before the iterator was made; None if nothing was drawn yet or nothing will be
         drawn again.
     at_draw: generator states after the iterator was made, before the first index was drawn. None where
@@ -67,17 +63,28 @@ class Position(NamedTuple):
     over: bool
     length: int | None
     made_of: dict[str, Any]
-    at_iter: dict[str, Any] | None
-    at_draw: dict[str, Any] | None
+    share: Share | None
+    moved: LayoutChange | None
+    at_iter: Any
+    at_draw: Any
     now: dict[str, Any]
     parts: dict[str, Any]
     ahead: list[Any]
     has_ended: bool
 
+    def value(self) -> dict[str, Any]:
+        """Return plain values, for `read`."""
+        return {**self._asdict(), "share": None if self.share is None else self.share.value()}
+
     @property
     def is_open(self) -> bool:
         """Whether it is in the middle of an epoch, also of one that was divided again and not drawn from."""
         return not self.over and (self.at_iter is not None or self.batches_taken > 0)
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether no batch follows, as far as the loader's length is known."""
+        return self.over or (self.length is not None and self.batches_taken >= self.length)
 
     @property
     def boundary(self) -> dict[str, Any]:
@@ -111,93 +118,66 @@ class Position(NamedTuple):
         """Raise ValueError if a field is invalid."""
         if self.kind != kind or self.batches_taken < 0 or self.parts.keys() != parts:
             raise ValueError(f"{self.batches_taken} batches of kind {self.kind}, with {sorted(self.parts)}")
-        Share.read(self.made_of.get("share"))
-        LayoutChange.read(self.made_of.get("moved"))
         before = (each for each in (self.at_iter, self.at_draw) if each is not None)
         states = [self.now, *before, *self.ahead]
         if not all(isinstance(each, dict) and each.keys() == {"global", "own"} for each in states):
             raise ValueError("generator states are missing")
 
+    def belongs_to(self, share: Share | None, *, is_global: bool) -> bool:
+        """Whether the state in it (generators inside workers, a loader's own state) belongs to the rank with
+        this share."""
+        if self.share is not None and share is not None:
+            return (self.share.ranks, self.share.rank) == (share.ranks, share.rank)
+        return self.moved is None or not self.moved.is_resized or is_global
 
-def is_at_end(position: Position) -> bool:
-    """Whether no batch follows, as far as the loader's length is known."""
-    return position.over or (position.length is not None and position.batches_taken >= position.length)
+    def continued_by(self, now: Share | None, name: str, *, divides: bool, is_global: bool) -> Share | None:
+        """Return the share with which a loader continues in the middle of an epoch: that of the position, or
+        its own, or a new one of the rest. Raises MismatchError if samples would be repeated or skipped.
 
-
-@dataclass(frozen=True)
-class LiveLoader:
-    """The facts of a loader that decide whether it can continue from a position.
-
-    name: its class.
-    share: its share of a whole epoch.
-    divides: it can continue with any order of samples.
-    is_global: its position means the same on each rank, for any number of ranks.
-    """
-
-    name: str
-    share: Share | None
-    divides: bool
-    is_global: bool
-
-    def keeps(self, position: Position) -> bool:
-        """Whether the state in a position (generators inside workers, a loader's own state) belongs to this
-        rank."""
-        then, moved = _read(position)
-        if then is not None and self.share is not None:
-            return (then.ranks, then.rank) == (self.share.ranks, self.share.rank)
-        return moved is None or not moved.is_resized or self.is_global
-
-    def continue_from(self, position: Position) -> tuple[Share | None, bool]:
-        """Return the share with which the loader continues in the middle of an epoch, and whether the rest of
-        the epoch is divided again. Raises MismatchError if samples would be repeated or skipped."""
-        (then, moved), now = _read(position), self.share
-        resized = moved is not None and moved.is_resized
-        if then is not None and now is not None:
-            if then.divides_as(now) and (then.batches or then.order == now.order):
-                return self._as_before(replace(then, whole=now.whole), resized), False
-            if then.ranks == now.ranks == 1 and not then.batches:
-                return self._as_before(now, resized), False
-            if self.divides and _is_one_order(then, now):
-                if then.divides_as(now):
+        now: the loader's share of a whole epoch. name: its class. divides: it can continue with any order of
+        samples. is_global: its position means the same on each rank, for any number of ranks.
+        """
+        then, moved = self.share, self.moved
+        is_whole = then is None or not then.batches
+        is_resized = moved is not None and moved.is_resized
+        is_promised = moved is not None and moved.alike and is_global
+        if then is None or now is None:
+            if is_whole and (is_promised or not is_resized):
+                if moved is not None and not is_promised:
                     log.warning(
-                        "Not exact: the sampler of %s has another order than when the checkpoint was taken: "
-                        "another seed, or another epoch (call set_epoch before the loop over its batches). "
-                        "The rest of the saved order is given, with other random numbers.", self.name,
+                        "Not exact if the data are divided in another way than before: the checkpoint has "
+                        "another layout of ranks, and %s does not name its part of the data (by num_replicas "
+                        "and rank).", name,
                     )  # fmt: skip
-                return now.remaining_after(then, position.batches_taken), True
-            if (then.ranks, then.rank) == (now.ranks, now.rank) and not then.batches and not resized:
-                return now, False  # Source._check warns of differences
-        elif (then is None or not then.batches) and self._may_continue(moved):
-            return now, False
-        raise self._refused(position, then, moved)
+                return now
+            raise self._refused(now, name)
+        is_same, is_alone = then.divides_as(now), then.ranks == now.ranks == 1
+        if is_same and (then.order == now.order or not is_whole) or (is_alone and is_whole):
+            if is_resized and now.ranks == 1:
+                log.warning(
+                    "%s does not divide its data among the ranks (it has no DistributedSampler): each rank "
+                    "reads all data, and a new rank continues at the batch and in the order of an old rank.",
+                    name,
+                )
+            return now if is_whole else replace(then, whole=now.whole)
+        if divides and now.can_follow(then):
+            if is_same:
+                log.warning(
+                    "Not exact: the sampler of %s has another order than when the checkpoint was taken: "
+                    "another seed, or another epoch (call set_epoch before the loop over its batches). "
+                    "The rest of the saved order is given, with other random numbers.", name,
+                )  # fmt: skip
+            return now.remaining_after(then, self.batches_taken, self.at_draw)
+        if is_whole and not is_resized and (then.ranks, then.rank) == (now.ranks, now.rank):
+            return now  # Source._check warns of differences
+        raise self._refused(now, name)
 
-    def _as_before(self, share: Share, resized: bool) -> Share:
-        if resized and share.ranks == 1:
-            log.warning(
-                "%s does not divide its data among the ranks (it has no DistributedSampler): each rank reads "
-                "all data, and a new rank continues at the batch and in the order of an old rank.",
-                self.name,
-            )
-        return share
-
-    def _may_continue(self, moved: LayoutChange | None) -> bool:
-        """Whether a loader may continue although the ranks' parts of the data are unknown."""
-        if moved is None or (self.is_global and moved.alike):
-            return True
-        if not moved.is_resized:
-            log.warning(
-                "Not exact if the data are divided in another way than before: the checkpoint has another "
-                "layout of ranks, and %s does not name its part of the data (by num_replicas and rank).",
-                self.name,
-            )
-        return not moved.is_resized
-
-    def _refused(self, position: Position, then: Share | None, moved: LayoutChange | None) -> MismatchError:
-        before = _shown(then, None if moved is None else moved.ranks)
-        here = _shown(self.share, None if moved is None else moved.world)
+    def _refused(self, now: Share | None, name: str) -> MismatchError:
+        before = _shown(self.share, None if self.moved is None else self.moved.ranks)
+        here = _shown(now, None if self.moved is None else self.moved.world)
         return MismatchError(
-            f"The checkpoint was taken after {position.batches_taken} batches of an epoch, with the data "
-            f"divided among {before}, and {self.name} divides them among {here}. The rest cannot be divided "
+            f"The checkpoint was taken after {self.batches_taken} batches of an epoch, with the data "
+            f"divided among {before}, and {name} divides them among {here}. The rest cannot be divided "
             "again: samples would be repeated or skipped. The model and all other state were restored; no "
             "batch was drawn. Resume with the former ranks and data, or from a step at an epoch's end "
             "(flashckpt branch). A DataLoader with torch's DistributedSampler, or with Accelerate's, resumes "
@@ -207,21 +187,11 @@ class LiveLoader:
         )
 
 
-def _read(position: Position) -> tuple[Share | None, LayoutChange | None]:
-    made_of = position.made_of
-    return Share.read(made_of.get("share")), LayoutChange.read(made_of.get("moved"))
-
-
 def says_global(loader: object) -> bool:
     """Whether a part of the loader has position_is_global = True."""
     names = ("dataset", "sampler", "batch_sampler")
     parts = (loader, *(getattr(loader, name, None) for name in names))
     return any(getattr(part, "position_is_global", False) is True for part in parts)
-
-
-def _is_one_order(then: Share, now: Share) -> bool:
-    lengths = [s.order.length for s in (then, now) if s.order is not None and s.batch_size is not None]
-    return len(lengths) == 2 and lengths[0] == lengths[1]
 
 
 def _shown(share: Share | None, world: int | None) -> str:

@@ -15,7 +15,7 @@ import torch
 from flashckpt.errors import BoundaryError, MismatchError
 from flashckpt.format.typed import Encoded
 from flashckpt.state import rng
-from flashckpt.state.loader.position import LayoutChange, Position, is_at_end
+from flashckpt.state.loader.position import Position
 from flashckpt.state.loader.source import Source, with_new_workers
 from flashckpt.state.values import StoredTensor
 
@@ -107,7 +107,7 @@ class PreparedSource(Source):
             resume = inside.converted(resume)
         saved = Position.read(resume, inside.kind, inside.parts)
         is_carried = how.get("carry", False) or saved.epoch != epoch
-        if not is_carried and not is_at_end(saved):
+        if not is_carried and not saved.is_at_end:
             self._check_ranks(saved)
         set_by_program = loader.iteration
         # A loader that was not prepared then has saved neither.
@@ -129,7 +129,7 @@ class PreparedSource(Source):
         return None
 
     def _check_ranks(self, saved: Position) -> None:
-        moved = LayoutChange.read(saved.made_of.get("moved"))
+        moved = saved.moved
         if self._dispatches and moved is not None and moved.is_resized:
             raise MismatchError(
                 f"The checkpoint was taken after {saved.batches_taken} batches of an epoch, drawn by one "
@@ -232,8 +232,7 @@ class ReceivedSource(Source):
     def converted(self, resume: Mapping[str, Any]) -> Mapping[str, Any]:
         """Convert a position from another number of ranks to this kind: it may be that of the drawing rank,
         whose parts are dropped."""
-        made_of = resume.get("made_of")
-        if resume.get("kind") == self.kind or not isinstance(made_of, dict) or "moved" not in made_of:
+        if resume.get("kind") == self.kind or resume.get("moved") is None:
             return resume
         return {**resume, "kind": self.kind, "length": None, "parts": {}}
 
@@ -248,6 +247,9 @@ class ReceivedSource(Source):
 
     def count_trained(self, batches: int = 0) -> None:
         self.batches_taken = batches
+
+    def _reopen(self, position: Position) -> None:
+        """Nothing was drawn here."""
 
     def _parts(self) -> tuple[bool, dict[str, Any]]:
         over = self._over or (self.batches_taken > 0 and self._loader.end_of_dataloader)

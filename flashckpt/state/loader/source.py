@@ -15,7 +15,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -24,7 +23,7 @@ from flashckpt.errors import BoundaryError, MismatchError
 from flashckpt.format.typed import check_roundtrip
 from flashckpt.state import rng
 from flashckpt.state.loader.order import Share, share_of
-from flashckpt.state.loader.position import LiveLoader, Position, is_at_end, says_global
+from flashckpt.state.loader.position import Position, says_global
 from flashckpt.state.loader.samplers import set_epoch
 
 log = logging.getLogger(__name__)
@@ -46,13 +45,8 @@ class Source:
     parts: frozenset[str] = frozenset()  # the keys of `Position.parts`
     divides = False  # whether it can continue with any order of samples
 
-    was_over: bool
-    _over: bool
+    _share: Share | None
     _broken: bool
-    # The generator states before the epoch's iterator was made, and before its first index was drawn.
-    _at_iter: dict[str, Any] | None
-    _at_draw: dict[str, Any] | None
-    _restore_at_fetch: dict[str, Any] | None
 
     def __init__(self, loader: Any, generators: rng.Generators) -> None:
         self._loader = loader
@@ -100,19 +94,34 @@ class Source:
             return self._enter(epoch)
         position = Position.read(resume, self.kind, self.parts)
         self.close()
-        if carry or position.epoch != epoch:
-            return self._carry(position, epoch)
-        global_states = rng.capture() if in_lockstep else position.boundary["global"]
-        self._resume(position)
-        self.was_over = self._over
-        if self._trained is not None:
-            self._trained = self.batches_taken
-        self._redraws.extend(position.ahead)
-        self._ends_after_redraws = position.has_ended
-        self.generators.restore(position.now["own"])
-        rng.restore(global_states)
-        if position.ahead or not in_lockstep:
-            self._restore_at_fetch = position.now
+        continues = position.epoch == epoch and not carry
+        # Other loops may have run since the position was taken.
+        keeps_global = in_lockstep or not continues
+        states = {
+            "global": rng.capture() if keeps_global else position.boundary["global"],
+            "own": {**self.generators.capture(), **position.boundary["own"]},
+        }
+        self._enter(epoch)
+        if continues:
+            self.batches_taken, self._over = position.batches_taken, position.over
+        if continues and position.is_open:
+            self._continue(position)
+        elif position.belongs_to(self._share, is_global=self._is_global(position)):
+            self._check(position)
+            self._load(position)
+        else:
+            self._ignore_state(position)
+        if continues:
+            if position.over:
+                self._share, self._length = position.share, position.length
+            self.was_over = self._over
+            if self._trained is not None:
+                self._trained = self.batches_taken
+            self._redraws.extend(position.ahead)
+            self._ends_after_redraws = position.has_ended
+            if position.ahead or not in_lockstep:
+                self._restore_at_fetch = position.now
+        self.generators.restore_all(states)
         return None
 
     def next(self) -> Any:
@@ -215,11 +224,11 @@ class Source:
     def position(self) -> dict[str, Any]:
         """Return the position, for `Position.read`. To be called between two calls of `next`."""
         if not self._before_draws:
-            return self._position_now()._asdict()
+            return self._position_now().value()
         first, *others = self._before_draws
         has_ended = self._over or (self._ends_after_redraws and bool(self._redraws))
         ahead = [*(each.now for each in others), *self._generator_states()]
-        return first._replace(ahead=ahead, has_ended=has_ended)._asdict()
+        return first._replace(ahead=ahead, has_ended=has_ended).value()
 
     def _generator_states(self) -> list[dict[str, Any]]:
         """Return the generator states of each remaining redraw, and last the current ones."""
@@ -235,14 +244,15 @@ class Source:
         # `_parts` first: the state_dict of a loader may draw.
         over, parts = self._parts()
         now, *ahead = self._generator_states()
-        made_of = self._made_of if self._share is None else {**self._made_of, "share": self._share.value()}
         return Position(
             kind=self.kind,
             epoch=self._epoch,
             batches_taken=self.batches_taken,
             over=over,
             length=self._length,
-            made_of=made_of,
+            made_of=self._made_of,
+            share=self._share,
+            moved=None,
             at_iter=None if over else self._at_iter,
             at_draw=None if over else self._at_draw,
             parts=parts,
@@ -266,7 +276,10 @@ class Source:
     def _enter(self, epoch: int) -> None:
         self._epoch, self.batches_taken = epoch, 0
         self._over = self.was_over = self._broken = False
-        self._at_iter = self._at_draw = self._restore_at_fetch = None
+        # The generator states before the epoch's iterator was made, and before its first index was drawn.
+        self._at_iter: Any = None
+        self._at_draw: Any = None
+        self._restore_at_fetch: Any = None
         # The positions before the newest draws, and the generator states of the batches to draw again.
         self._before_draws: deque[Position] = deque()
         self._redraws: deque[dict[str, Any]] = deque()
@@ -278,61 +291,25 @@ class Source:
             set_epoch(self._loader, epoch)
         self._share = share_of(self._loader, self.generators)
 
-    def _carry(self, position: Position, epoch: int) -> None:
-        # Other loops may have run since the position was taken: keep the global generators.
-        global_states, own = rng.capture(), self.generators.capture()
-        self._enter(epoch)
-        try:
-            if self._live_loader(position).keeps(position):
-                self._check(position)
-                self._load(position)
-            else:
-                self._ignore_state(position)
-        finally:
-            rng.restore(global_states)
-        self.generators.restore({**own, **position.boundary["own"]})
-
-    def _resume(self, position: Position) -> None:
-        """Set this source to `position`, of this epoch."""
-        self._enter(position.epoch)
-        self.batches_taken, self._over = position.batches_taken, position.over
-        then, here = Share.read(position.made_of.get("share")), self._live_loader(position)
-        if position.is_open:
-            self._share, is_divided_again = here.continue_from(position)
-            if is_divided_again:
-                return self._divide_again(position)
-        elif then is not None and self._share is not None and then.batches and then.divides_as(self._share):
-            self._share = then
-        if self._share is not None and self._share.batches:
-            self._length = self._share.all_batches
-        elif position.over and self._length is not None and not here.keeps(position):
-            self._length = position.batches_taken  # the epoch ended on another layout of ranks
+    def _continue(self, position: Position) -> None:
+        """Continue in the middle of an epoch."""
+        taken, is_global = position.batches_taken, self._is_global(position)
+        share = position.continued_by(self._share, self._name, divides=self.divides, is_global=is_global)
+        self._share = share
+        if share is not None and share.batches:
+            self._length = share.all_batches
+            if share.batches == taken:  # the rest is as an epoch that begins here
+                assert share.order is not None
+                self._length = taken if position.is_at_end else self._length
+                self._over = self._length <= taken
+                log.info(
+                    "epoch %s continues after %d of its %d samples; the rest is divided among %d data-parallel "
+                    "ranks, %d batches each.",
+                    position.epoch, share.samples, share.order.length, share.ranks, self._length - taken,
+                )  # fmt: skip
+                return
         self._check(position)
-        if position.is_open and position.at_iter is not None:
-            self._reopen(position)
-        elif here.keeps(position):
-            self._load(position)
-        else:
-            self._ignore_state(position)
-        return None
-
-    def _divide_again(self, position: Position) -> None:
-        """Continue with this rank's share of the remaining samples, as in an epoch that begins here."""
-        share, taken = self._share, position.batches_taken
-        assert share is not None
-        assert share.order is not None
-        order = share.order if position.at_draw is None else share.order.settled(position.at_draw)
-        share = self._share = replace(share, order=order)
-        self._length = taken if is_at_end(position) else share.all_batches
-        self._over = self._length <= taken
-        log.info(
-            "epoch %s continues after %d of its %d samples; the rest is divided among %d data-parallel "
-            "ranks, %d batches each.",
-            position.epoch, share.samples, order.length, share.ranks, self._length - taken,
-        )  # fmt: skip
-
-    def _live_loader(self, position: Position) -> LiveLoader:
-        return LiveLoader(self._name, self._share, self.divides, self._is_global(position))
+        self._reopen(position)
 
     def _is_global(self, position: Position) -> bool:
         return says_global(self._loader)
@@ -344,8 +321,9 @@ class Source:
         then, now = position.made_of, self._made_of
         changed = [f"{n} is {now[n]} and was {then[n]}" for n in then if n in now and then[n] != now[n]]
         # The length of an epoch that was divided among other ranks in the middle is not comparable.
-        as_ever = _batches_before(Share.read(then.get("share"))) == _batches_before(self._share)
-        if as_ever and position.length != self._length and None not in (position.length, self._length):
+        given = {0 if share is None else share.batches for share in (position.share, self._share)}
+        lengths = {position.length, self._length}
+        if len(given) == 1 and len(lengths) == 2 and None not in lengths:
             changed.insert(0, f"it has {self._length} batches an epoch and had {position.length}")
         if changed:
             log.warning(
@@ -384,10 +362,6 @@ class Source:
     def _parts(self) -> tuple[bool, dict[str, Any]]:
         """Return whether certainly no batch follows, and the `Position.parts` of this kind of source."""
         return self._over, {}
-
-
-def _batches_before(share: Share | None) -> int:
-    return 0 if share is None else share.batches
 
 
 # Iterables without state
@@ -442,7 +416,6 @@ class ReplayedSource(Source):
         return iterator
 
     def _reopen(self, position: Position) -> None:
-        assert position.at_iter is not None
         total, is_free = position.batches_taken, type(self._loader) in _FREE_TO_REPLAY
         self.generators.restore_all(position.at_iter)
         iterator, used = self._iterate()

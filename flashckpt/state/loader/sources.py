@@ -18,7 +18,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from flashckpt.errors import BoundaryError, OptionError
 from flashckpt.format.typed import encode_json
 from flashckpt.state.loader.dataloader import DataLoaderSource
-from flashckpt.state.loader.order import Share, checked_fields, share_of
+from flashckpt.state.loader.order import checked_fields, share_of
+from flashckpt.state.loader.position import Position
 from flashckpt.state.loader.prepared import is_prepared, prepared_source
 from flashckpt.state.loader.source import ReplayedSource, Source, with_new_workers
 from flashckpt.state.loader.stateful import StatefulSource
@@ -182,11 +183,10 @@ def epoch_length(loader: Any, position: Mapping[str, Any]) -> int:
     position. Other epochs have another number if the rest is divided among other ranks. Raises TypeError if
     the loader has no length."""
     length = len(loader)
-    made_of = position.get("made_of", {})
-    then, now = Share.read(made_of.get("share")), share_of(loader)
-    if then is None or now is None or (then.ranks == now.ranks == 1 and not then.batches):
+    then, now = checked_fields(Position, position).share if position else None, share_of(loader)
+    if then is None or now is None or not now.can_follow(then):
         return length
-    if not (then.can_be_divided and now.can_be_divided):
+    if then.ranks == now.ranks == 1 and not then.batches:
         return length
     taken, before = position["batches_taken"], position["length"]
     return taken if before is not None and taken >= before else now.remaining_after(then, taken).all_batches

@@ -99,8 +99,6 @@ class StatefulSource(Source):
 
     def _reopen(self, position: Position) -> None:
         stream, self._was_resumed = self._stream, True
-        assert position.at_iter is not None
-        assert position.at_draw is not None
         is_complete = not hasattr(stream, "load_state_dict") or keeps_its_place(stream)
         self.generators.restore_all(position.at_iter)
         if is_complete:

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 from flashckpt.state import rng
-from flashckpt.state.loader.order import RemainingSampler, Share, share_of
+from flashckpt.state.loader.order import RemainingSampler, Share, checked_fields, share_of
 
 BatchSamplerShard: Any = None
 SeedableRandomSampler: Any = None
@@ -137,7 +137,7 @@ def test_the_order_of_an_own_generator_is_drawn() -> None:
     assert share.order is not None
     start = generators.capture_all()
     assert list(share.order.settled(start).indices()) == list(sampler)
-    assert Share.read(share.value()) == share
+    assert checked_fields(Share, share.value()) == share
 
 
 def test_an_unknown_order_is_not_divided() -> None:
@@ -156,4 +156,4 @@ def test_an_unknown_order_is_not_divided() -> None:
 @pytest.mark.parametrize("chunk", [0, None, 3])
 def test_a_share_with_another_division_is_refused(chunk: object) -> None:
     with pytest.raises(ValueError, match="share"):
-        Share.read({**Share(2, 1, 4).value(), "chunk": chunk})
+        checked_fields(Share, {**Share(2, 1, 4).value(), "chunk": chunk})
