@@ -161,7 +161,7 @@ class DataLoaderSource(Source):
             for self.batches_taken in range(batches - open_round, batches):
                 self._unpack(next(self._iterator))
         except StopIteration:
-            self._over = True
+            self._has_ended = True
         self.batches_taken = batches
 
     def _report_drift(self, drawn_once: States, now: States) -> None:
@@ -187,9 +187,9 @@ class DataLoaderSource(Source):
         self._iterator = None
 
     def _parts(self) -> tuple[bool, dict[str, Any]]:
-        between = self._over or self._at_iter is None
+        between = self._is_over or self._at_iter is None
         states = self._rounds.newest if between else self._rounds.whole
-        return self._over, {
+        return self._is_over, {
             "workers": self._workers,
             "states": list(states),
             "seeder": self._seeder,

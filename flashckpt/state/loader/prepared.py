@@ -240,9 +240,8 @@ class ReceivedSource(Source):
         """Return the iterator that the dispatcher creates and never uses. Undo its draw of the workers' seed
         in a resumed epoch, which had drawn it already."""
         iterator: Iterator[Any] = iter(with_new_workers(loader))
-        due, self._restore_at_fetch = self._restore_at_fetch, None
-        if due is not None:
-            self.generators.restore_all(due)
+        if self._due:
+            self.generators.restore_all(self._due.popleft())
         return iterator
 
     def count_trained(self, batches: int = 0) -> None:
@@ -252,5 +251,5 @@ class ReceivedSource(Source):
         """Nothing was drawn here."""
 
     def _parts(self) -> tuple[bool, dict[str, Any]]:
-        over = self._over or (self.batches_taken > 0 and self._loader.end_of_dataloader)
+        over = self._is_over or (self.batches_taken > 0 and self._loader.end_of_dataloader)
         return over, {}

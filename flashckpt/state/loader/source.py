@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
-import math
 import time
 import weakref
 from collections import deque
@@ -35,7 +34,7 @@ class Source:
     Subclasses implement the hooks at the end.
 
     batches_taken: the batches of this epoch, including those of earlier attempts.
-    was_over: whether the position that was resumed is after the epoch's last batch.
+    was_over: whether the epoch was over at the position that was resumed.
     generators: the generators that the loader's parts own.
     convert: the function that a wrapper of the loader applies to each batch.
     sets_epoch: call `set_epoch` of samplers and data set at the beginning of each epoch.
@@ -55,8 +54,7 @@ class Source:
         self._iterator: Iterator[Any] | None = None
         self.sets_epoch = self._can_be_saved = False
         self.convert: Callable[[Any], Any] | None = None
-        # If batches are drawn ahead of training (`count_trained`): the number of batches trained on.
-        self._trained: int | None = None
+        self._counts_trained = False
         Source._enter(self, 0)
 
     def __len__(self) -> int:
@@ -103,7 +101,9 @@ class Source:
         }
         self._enter(epoch)
         if continues:
-            self.batches_taken, self._over = position.batches_taken, position.over
+            self.batches_taken, self._has_ended = position.batches_taken, position.has_ended
+            if position.ahead or not in_lockstep:
+                self._due.extend([position.now, *position.ahead])
         if continues and position.is_open:
             self._continue(position)
         elif position.belongs_to(self._share, is_global=self._is_global(position)):
@@ -111,16 +111,9 @@ class Source:
             self._load(position)
         else:
             self._ignore_state(position)
-        if continues:
-            if position.over:
-                self._share, self._length = position.share, position.length
-            self.was_over = self._over
-            if self._trained is not None:
-                self._trained = self.batches_taken
-            self._redraws.extend(position.ahead)
-            self._ends_after_redraws = position.has_ended
-            if position.ahead or not in_lockstep:
-                self._restore_at_fetch = position.now
+        if continues and position.is_over:
+            self._share, self._length = position.share, position.length
+        self.was_over = self._is_over
         self.generators.restore_all(states)
         return None
 
@@ -132,20 +125,20 @@ class Source:
                 f"The loader failed while it fetched batch {self.batches_taken} of this epoch, so its "
                 "position is unknown. Earlier snapshots are intact. Start the loop again to resume from them."
             )
+        is_redraw, is_over = self.redraws, self._is_over
         # The loop may have trained since the last redraw.
-        global_states = rng.capture() if self._redraws else {}
-        if self._restore_at_fetch is not None:
+        global_states = rng.capture() if is_redraw else {}
+        before = self._position_now() if self._counts_trained and not is_over else None
+        if self._due:
             # Restore again just before the fetch: draws since `begin` do not belong to the run.
-            due, self._restore_at_fetch = self._restore_at_fetch, None
-            self.generators.restore_all(due)
-        if self._over:
+            self.generators.restore_all(self._due.popleft())
+        if is_over:
             raise StopIteration
         try:
-            before = None if self._trained is None else self._position_now()
             batch = self._fetch()
             if before is not None:
                 self._before_draws.append(before)
-            if self._redraws:
+            if is_redraw:
                 self._after_redraw(global_states)
             if not self._can_be_saved:
                 # Here rather than at the boundary, so that no batch was trained on yet.
@@ -154,12 +147,11 @@ class Source:
                 self._check_generators()
             return batch if self.convert is None else self.convert(batch)
         except StopIteration:
-            self._over = True
+            self._has_ended = True
             self._leave(ended=True)
-            if self._redraws:  # the rest was divided among other ranks: this rank has no batch to redraw
-                self.generators.restore_all({**self._redraws[-1], "global": global_states})
-                self._redraws.clear()
-                self.was_over = self._ends_after_redraws
+            if is_redraw:  # the rest was divided among other ranks: this rank has no batch to redraw
+                self.generators.restore_all({**self._due[-1], "global": global_states})
+                self._due.clear()
             raise
         except BaseException:
             self._broken = True
@@ -184,35 +176,38 @@ class Source:
     def count_trained(self, batches: int = 0) -> None:
         """Record that `batches` batches of this epoch were trained on; later draws are drawn ahead. To be
         called before the first draw and at each boundary. Without a call, no batch is drawn ahead."""
-        self._trained = min(batches, self.batches_taken)
-        while len(self._before_draws) > self.batches_taken - self._trained:
+        self._counts_trained = True
+        while len(self._before_draws) > max(0, self.batches_taken - batches):
             self._before_draws.popleft()
 
     def leave_ahead(self) -> None:
         """Forget the batches drawn ahead, because the epoch is over or was left."""
-        if self._trained is not None:
-            self.count_trained(self.batches_taken)
+        self._before_draws.clear()
 
     @property
     def redraws(self) -> bool:
         """Whether the next batch was already drawn ahead when the run was saved."""
-        return bool(self._redraws)
+        return len(self._due) > 1
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether no batch follows, as far as it is known."""
+        return self._has_ended and not self.redraws
 
     def _after_redraw(self, global_states: rng.State) -> None:
         """After a redraw, restore the global generators, and set the loader's own generators for the next
         redraw, or after the last one for the boundary."""
-        states = self._redraws.popleft()
-        if not self._redraws and self._ends_after_redraws:
+        if self._is_over:
             self._end_again()
-        self.generators.restore_all({**states, "global": global_states})
-        self._restore_at_fetch = states if self._redraws else None
+        self.generators.restore_all({**self._due[0], "global": global_states})
+        if not self.redraws:
+            self._due.clear()
 
     def _end_again(self) -> None:
         """Exhaust the iterator, as it was when the run was saved."""
         try:
             self._fetch()
         except StopIteration:
-            self._over = self.was_over = True
             self._leave(ended=True)
             return
         raise MismatchError(
@@ -226,17 +221,15 @@ class Source:
         if not self._before_draws:
             return self._position_now().value()
         first, *others = self._before_draws
-        has_ended = self._over or (self._ends_after_redraws and bool(self._redraws))
         ahead = [*(each.now for each in others), *self._generator_states()]
-        return first._replace(ahead=ahead, has_ended=has_ended).value()
+        return first._replace(ahead=ahead, has_ended=self._has_ended).value()
 
     def _generator_states(self) -> list[dict[str, Any]]:
         """Return the generator states of each remaining redraw, and last the current ones."""
-        now = self.generators.capture_all() if self._restore_at_fetch is None else self._restore_at_fetch
-        if not self._redraws:
-            return [now]
-        *others, last = self._redraws
-        return [now, *others, {**last, "global": rng.capture()}]
+        states = list(self._due) or [self.generators.capture_all()]
+        if self.redraws:
+            states[-1] = {**states[-1], "global": rng.capture()}
+        return states
 
     def _position_now(self) -> Position:
         """Return the position in plain values, to be encoded later. Later draws do not change it: the source
@@ -248,7 +241,6 @@ class Source:
             kind=self.kind,
             epoch=self._epoch,
             batches_taken=self.batches_taken,
-            over=over,
             length=self._length,
             made_of=self._made_of,
             share=self._share,
@@ -258,7 +250,7 @@ class Source:
             parts=parts,
             now=now,
             ahead=ahead,
-            has_ended=self._ends_after_redraws and bool(self._redraws),
+            has_ended=over or self._has_ended,
         )
 
     def close(self) -> None:
@@ -275,17 +267,14 @@ class Source:
 
     def _enter(self, epoch: int) -> None:
         self._epoch, self.batches_taken = epoch, 0
-        self._over = self.was_over = self._broken = False
+        self._has_ended = self.was_over = self._broken = False
         # The generator states before the epoch's iterator was made, and before its first index was drawn.
         self._at_iter: Any = None
         self._at_draw: Any = None
-        self._restore_at_fetch: Any = None
-        # The positions before the newest draws, and the generator states of the batches to draw again.
+        # The positions before the newest draws, drawn ahead of training.
         self._before_draws: deque[Position] = deque()
-        self._redraws: deque[dict[str, Any]] = deque()
-        self._ends_after_redraws = False
-        if self._trained is not None:
-            self._trained = 0
+        # After a resume: the generator states before each batch that was drawn ahead, and those of the boundary.
+        self._due: deque[dict[str, Any]] = deque()
         self._length, self._made_of = length_of(self._loader), made_of(self._loader)
         if self.sets_epoch:
             set_epoch(self._loader, epoch)
@@ -301,7 +290,7 @@ class Source:
             if share.batches == taken:  # the rest is as an epoch that begins here
                 assert share.order is not None
                 self._length = taken if position.is_at_end else self._length
-                self._over = self._length <= taken
+                self._has_ended = self._length <= taken
                 log.info(
                     "epoch %s continues after %d of its %d samples; the rest is divided among %d data-parallel "
                     "ranks, %d batches each.",
@@ -361,7 +350,7 @@ class Source:
 
     def _parts(self) -> tuple[bool, dict[str, Any]]:
         """Return whether certainly no batch follows, and the `Position.parts` of this kind of source."""
-        return self._over, {}
+        return self._is_over, {}
 
 
 # Iterables without state
@@ -416,7 +405,7 @@ class ReplayedSource(Source):
         return iterator
 
     def _reopen(self, position: Position) -> None:
-        total, is_free = position.batches_taken, type(self._loader) in _FREE_TO_REPLAY
+        total = position.batches_taken
         self.generators.restore_all(position.at_iter)
         iterator, used = self._iterate()
         if used:
@@ -427,28 +416,22 @@ class ReplayedSource(Source):
                 "an iterable that starts again at each iter()."
             )
         self._iterator = iterator
-        if not is_free:
+        if type(self._loader) not in _FREE_TO_REPLAY:
             log.warning(
                 "%s has no state, so %d batches of epoch %d are drawn again and dropped. Not exact if it "
                 "draws random numbers batch by batch. Give it state_dict and load_state_dict to resume "
                 "without replay.",
                 type(self._loader).__name__, total, position.epoch,
             )  # fmt: skip
-        draw_again(iterator, total, self._clock, log_every_s=math.inf if is_free else _LOG_EVERY_S)
+        draw_again(iterator, total, self._clock)
 
 
-def draw_again(
-    iterator: Iterator[Any],
-    batches: int,
-    clock: Callable[[], float] = time.monotonic,
-    *,
-    log_every_s: float = _LOG_EVERY_S,
-) -> None:
+def draw_again(iterator: Iterator[Any], batches: int, clock: Callable[[], float] = time.monotonic) -> None:
     """Draw and drop the first batches of an epoch. Raises MismatchError if there are fewer."""
-    due_s = clock() + log_every_s
+    due_s = clock() + _LOG_EVERY_S
     for done in range(batches):
         if clock() >= due_s:
-            due_s += log_every_s
+            due_s += _LOG_EVERY_S
             log.info("%d of %d batches drawn again.", done, batches)
         try:
             next(iterator)
