@@ -158,10 +158,12 @@ class Progress:
         call `set_epoch` of the loader's samplers and data set."""
         self.check_is_only()
         self._was_asked = True
-        if self.has_ended:
-            self._sources.skip(loader, self.epoch, BATCHES)
-            return None
-        return self._sources.open(loader, self.epoch, BATCHES, sets_epoch=sets_epoch)
+        source = self._sources.open(loader, self.epoch, BATCHES, sets_epoch=sets_epoch)
+        if not self.has_ended:
+            return source
+        # It was opened for its generators, from which later code draws.
+        self._sources.end(BATCHES)
+        return None
 
     def gives_from(self, source: Source) -> bool:
         """Whether this is the source of this epoch's `.batches()`."""

@@ -9,7 +9,6 @@ import hashlib
 import logging
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -30,31 +29,18 @@ Digests = dict[str, str]
 
 
 class Entry(NamedTuple):
-    """What is saved of a loader. The fields are those of `_Named`."""
+    """What is saved of a loader.
+
+    is_open: an epoch of it has begun and has not ended.
+    first: the digests of its own generators when the run first used it.
+    renewed: the epoch before had another loader of this name, so workers do not persist.
+    """
 
     name: str
     is_open: bool
     position: dict[str, Any]
     first: dict[str, str]
     renewed: bool
-
-
-@dataclass(eq=False)
-class _Named:
-    """The loader of a name, with its source or position.
-
-    source: None until the loader is used after a resume; it continues from `position`.
-    is_open: an epoch of it has begun, here or when `position` was saved, and has not ended.
-    first: the digests of its own generators when the run first used it.
-    renewed: the epoch before had another loader of this name, so workers do not persist.
-    """
-
-    loader: Any = None
-    source: Source | None = None
-    position: dict[str, Any] | None = None
-    is_open: bool = False
-    first: Digests = field(default_factory=dict)
-    renewed: bool = False
 
     def seeded_by_program(self, now: Digests) -> frozenset[str]:
         """Return the paths of generators that a resume between two epochs leaves alone: those that are not as
@@ -73,41 +59,35 @@ class Sources:
     """All sources of a run, by name."""
 
     def __init__(self) -> None:
-        self._by_name: dict[str, _Named] = {}
+        self._entries: dict[str, Entry] = {}  # without the positions of loaders that were used here
+        self._used: dict[str, tuple[object, Source]] = {}  # the loader and its source
 
     def value(self) -> list[dict[str, Any]]:
         """Return plain values: the position of the source of each name."""
         found = []
-        for name, named in sorted(self._by_name.items()):
-            position = named.position or {} if named.source is None else named.source.position()
-            found.append(Entry(name, named.is_open, position, dict(named.first), named.renewed)._asdict())
+        for name, entry in sorted(self._entries.items()):
+            if name in self._used:
+                entry = entry._replace(position=self._used[name][1].position())
+            found.append(entry._asdict())
         return found
 
     def restore(self, saved: list[Any]) -> None:
         """Restore the result of `value`. Raises ValueError for anything else."""
-        entries = [checked_fields(Entry, each)._asdict() for each in saved]
+        entries = [checked_fields(Entry, each) for each in saved]
         self.close()
-        self._by_name = {entry.pop("name"): _Named(**entry) for entry in entries}
+        self._entries = {entry.name: entry for entry in entries}
 
     def opened(self) -> dict[str, Source]:
         """Return name -> source of the loaders that are open and were used here."""
-        found = {name: named.source for name, named in self._by_name.items() if named.is_open}
-        return {name: source for name, source in found.items() if source is not None}
+        return {name: source for name, (_, source) in self._used.items() if self._entries[name].is_open}
 
     def waiting(self, name: str, epoch: int) -> dict[str, Any]:
         """Return the saved position of a loader that was open in this epoch and was not used here; or {}."""
-        named = self._by_name.get(name) or _Named()
-        saved = named.position or {}
-        is_of_epoch = type(saved.get("batches_taken")) is int and saved.get("epoch") == epoch
-        return saved if named.is_open and named.source is None and is_of_epoch else {}
-
-    def skip(self, loader: object, epoch: int, name: str) -> None:
-        """Skip the batches of an epoch that had all been given, or that was left. Restores the loader's own
-        generators, because later code draws from them."""
-        named = self._by_name.get(name)
-        if named is not None and named.source is None:
-            self.open(loader, epoch, name)
-            self.end(name)
+        entry = self._entries.get(name)
+        if entry is None or not entry.is_open or name in self._used:
+            return {}
+        saved = entry.position
+        return saved if type(saved.get("batches_taken")) is int and saved.get("epoch") == epoch else {}
 
     def open(
         self,
@@ -122,60 +102,59 @@ class Sources:
         """Begin an epoch of a loader, or continue the one that was open when the run was saved. sets_epoch:
         call `set_epoch` of its samplers and data set. counts_trained: batches may be drawn ahead.
         in_lockstep: as in `Source.begin`."""
-        named = self._by_name.get(name) or _Named()
-        is_renewed = named.source is not None and named.loader is not loader
-        source = source_of(loader) if named.source is None or is_renewed else named.source
-        source.sets_epoch = source.sets_epoch or sets_epoch
+        entry, (last, source) = self._entries.get(name), self._used.get(name, (None, None))
+        is_renewed = source is not None and last is not loader
+        new = source_of(loader) if source is None or is_renewed else source
+        new.sets_epoch = new.sets_epoch or sets_epoch
         if counts_trained:
-            source.count_trained()
-        before = source.generators.capture()
+            new.count_trained()
+        before = new.generators.capture()
         now = {
             path: hashlib.blake2b(encode_json(state), digest_size=8).hexdigest()
             for path, state in before.items()
         }
         try:
-            position = named.position if named.source is None else None
-            if position is None:
-                source.begin(epoch)
+            if entry is None or source is not None:
+                new.begin(epoch)
             elif self.waiting(name, epoch):
-                source.begin(epoch, position, in_lockstep=in_lockstep)
+                new.begin(epoch, entry.position, in_lockstep=in_lockstep)
             else:
-                if named.renewed:
-                    source.begin(epoch)
-                    boundary = [position.get("now") or {}, *(position.get("ahead") or [])][-1]
-                    source.generators.restore(boundary.get("own", {}))
+                saved = entry.position
+                if entry.renewed:
+                    new.begin(epoch)
+                    boundary = [saved.get("now") or {}, *(saved.get("ahead") or [])][-1]
+                    new.generators.restore(boundary.get("own", {}))
                 else:
-                    source.begin(epoch, position, carry=True)
-                source.generators.restore({path: before[path] for path in named.seeded_by_program(now)})
+                    new.begin(epoch, saved, carry=True)
+                new.generators.restore({path: before[path] for path in entry.seeded_by_program(now)})
         except BaseException:
-            if source is not named.source:
-                source.close()
+            if new is not source:
+                new.close()
             raise
-        if is_renewed and named.source is not None:
-            named.source.close()
-        renewed = named.renewed if named.source is None else is_renewed
-        self._by_name[name] = _Named(loader, source, None, True, named.first or now, renewed)
-        return source
+        if source is not None and is_renewed:
+            source.close()
+        entry = entry or Entry(name, True, {}, now, False)
+        renewed = entry.renewed if source is None else is_renewed
+        self._entries[name] = Entry(name, True, {}, entry.first or now, renewed)
+        self._used[name] = loader, new
+        return new
 
-    def end(self, name: str) -> None:
-        """End the epoch of a loader, if one was begun here: it is over or was left."""
-        source = self.opened().get(name)
-        if source is not None:
-            source.leave_ahead()
-            self._by_name[name].is_open = False
+    def end(self, *names: str) -> None:
+        """End the epoch of these loaders: it is over or was left."""
+        for name in names:
+            self._entries[name] = self._entries[name]._replace(is_open=False)
+            if name in self._used:
+                self._used[name][1].leave_ahead()
 
     def end_epoch(self) -> None:
         """End the epoch of all loaders."""
-        for name, named in self._by_name.items():
-            self.end(name)
-            named.is_open = False
+        self.end(*self._entries)
 
     def close(self) -> None:
         """End the workers of all sources."""
-        for named in self._by_name.values():
-            if named.source is not None:
-                named.source.close()
-        self._by_name.clear()
+        for _, source in self._used.values():
+            source.close()
+        self._entries, self._used = {}, {}
 
 
 def epoch_length(loader: Any, position: Mapping[str, Any]) -> int:
