@@ -9,6 +9,7 @@ Owns the order in which state and generators are restored. Never interprets a st
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -27,9 +28,6 @@ from flashckpt.state.values import SIMPLE, StoredTensor, rebuild, survey
 
 log = logging.getLogger(__name__)
 
-_END = object()
-
-
 class StatefulSource(Source):
     """A loader with its own state. The kind of its positions is "stateful".
 
@@ -44,8 +42,7 @@ class StatefulSource(Source):
     def __init__(self, loader: Any, stream: Any = None, *, creates_iterator: bool = False) -> None:
         super().__init__(loader, rng.Generators({"loader": loader}))
         self._creates_iterator = creates_iterator
-        self._is_of_stream = stream is not None
-        self._with_state = stream if self._is_of_stream else loader
+        self._with_state = loader if stream is None else stream
         self._stream = loader.dataset if creates_iterator else self._with_state
         # The state between two epochs, and whether the earlier epoch was left before its end.
         self._between: Encoded | None = None
@@ -54,35 +51,16 @@ class StatefulSource(Source):
         self._is_at_end = False
         # The batches of the epoch that was resumed, until the next one has ended.
         self._expected: int | None = None
-        self._was_resumed = False
-        # The state from which this epoch was resumed, and the batches drawn since then. Until each worker of
-        # torchdata has given a batch, its own state is that of a new one.
+        # In an epoch that was resumed: the state from which it was, and the batches drawn since. Until each
+        # worker of torchdata has given a batch, its own state is that of a new one.
         self._resumed_from: Encoded | None = None
-        self._drawn_since = 0
+        self._drawn_since: int | None = None
 
     def _open(self) -> Iterator[Any]:
         drop_created_iterator(self._loader)
-        if self._is_at_end:
-            self._is_at_end = False
-            begun = self._after_end()
-            if begun is not None:
-                return begun
-        forget_loaded_state(self._stream)
+        if not self._is_at_end:
+            forget_loaded_state(self._stream)
         return self._iterate()
-
-    def _after_end(self) -> Iterator[Any] | None:
-        """Return the first iterator after the state of an epoch's end was loaded, with its first batch drawn;
-        None if it is the empty rest of that epoch."""
-        states = self.generators.capture_all()
-        # One of torchdata's nodes would continue with the next epoch at once, after the empty rest has
-        # already drawn random numbers.
-        with not_restarting(self._loader):
-            iterator = self._iterate()
-            first = next(iterator, _END)
-        if first is not _END:
-            return _StartedIterator(first, iterator)
-        self.generators.restore_all(states)
-        return None
 
     def _iterate(self) -> Iterator[Any]:
         self._at_iter = self.generators.capture_all()
@@ -93,12 +71,24 @@ class StatefulSource(Source):
         return iterator
 
     def _fetch(self) -> Any:
+        if self._is_at_end:
+            states = self.generators.capture_all()
+            # One of torchdata's nodes would continue with the next epoch at once, after the empty rest has
+            # already drawn random numbers.
+            with contextlib.suppress(StopIteration), not_restarting(self._loader):
+                batch = super()._fetch()
+                self._is_at_end = False
+                return batch
+            # That was the empty rest of the epoch before.
+            self._iterator, self._is_at_end = None, False
+            self.generators.restore_all(states)
         batch = super()._fetch()
-        self._drawn_since += 1
+        if self._drawn_since is not None:
+            self._drawn_since += 1
         return batch
 
     def _reopen(self, position: Position) -> None:
-        stream, self._was_resumed = self._stream, True
+        stream, self._drawn_since = self._stream, 0
         is_complete = not hasattr(stream, "load_state_dict") or keeps_its_place(stream)
         self.generators.restore_all(position.at_iter)
         if is_complete:
@@ -121,7 +111,7 @@ class StatefulSource(Source):
             # resume would skip too many.
             self._iterator._num_yielded = position.batches_taken  # type: ignore[attr-defined]
         self._resumed_from, self._drawn_since = as_encoded(position.parts["state"]), position.parts["drawn"]
-        return draw_again(self._iterator, self._drawn_since)
+        return draw_again(self._iterator, position.parts["drawn"])
 
     def _load(self, position: Position) -> None:
         state = as_encoded(position.parts["state"])
@@ -167,16 +157,15 @@ class StatefulSource(Source):
         if self._iterator is not None:
             self._between, self._left = self._state(), not ended
             # Nothing has used the loaded state if the epoch was resumed behind its last batch.
-            self._is_at_end = ended and self._was_resumed and not self._drawn_since
+            self._is_at_end = ended and self._drawn_since == 0
             self._compare_lengths(ended)
-        self._iterator = self._resumed_from = None
+        self._iterator = self._resumed_from = self._drawn_since = None
 
     def _compare_lengths(self, ended: bool) -> None:
         """Raise or warn if the epoch after a resume is shorter than the one that was resumed: the loader may
         begin each epoch at the state that was loaded."""
         expected, taken = self._expected, self.batches_taken
-        self._expected = taken if self._was_resumed and ended else None
-        self._was_resumed = False
+        self._expected = taken if self._drawn_since is not None and ended else None
         if not ended or expected is None or taken >= expected:
             return
         if not taken:
@@ -196,18 +185,19 @@ class StatefulSource(Source):
         # A loader's state may be the same after the last batch as before the first one.
         if self._iterator is None or self._creates_iterator:
             return False
-        if self._is_of_stream:
+        if self._with_state is not self._loader:
             return bool(getattr(getattr(self._iterator, "_dataset_fetcher", None), "ended", False))
         return self.batches_taken == self._length
 
     def _parts(self) -> tuple[bool, dict[str, Any]]:
         here = self._iterator is not None
         workers = self._loader.num_workers if self._creates_iterator else 0
-        waits = here and self._resumed_from is not None and self._drawn_since < workers
+        drawn = self._drawn_since if self._resumed_from is not None else None
+        waits = drawn is not None and drawn < workers
         state = self._resumed_from if waits else self._state() if here else self._between
         return self._is_over or self._is_last(), {
             "state": state,
-            "drawn": self._drawn_since if waits else 0,
+            "drawn": drawn if waits else 0,
             "left": False if here else self._left,
         }
 
@@ -218,19 +208,6 @@ def forget_loaded_state(stream: object) -> None:
     for _, held in rng.reached({"stream": stream}):
         if getattr(held, "__dict__", {}).get("_starting_state_dict") is not None:
             held._starting_state_dict = None  # type: ignore[attr-defined]
-
-
-class _StartedIterator(Iterator[Any]):
-    """An iterator whose first batch was already drawn."""
-
-    def __init__(self, first: Any, rest: Iterator[Any]) -> None:
-        self._first, self._rest = [first], rest
-
-    def __next__(self) -> Any:
-        return self._first.pop() if self._first else next(self._rest)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_rest"], name)
 
 
 # Encoding of loader states
