@@ -38,12 +38,12 @@ class DataLoaderSource(Source):
     """A map-style DataLoader. The kind of its positions is "dataloader"."""
 
     kind, divides = "dataloader", True
-    parts = frozenset({"workers", "states", "seeder", "skipped"})
+    parts = frozenset({"states", "seeder", "skipped"})
 
     def __init__(self, loader: Any) -> None:
         super().__init__(loader, rng.Generators(_roots(loader)))
         self._workers = int(loader.num_workers)
-        self._persistent = bool(loader.persistent_workers) and self._workers > 0
+        self._persistent = bool(loader.persistent_workers)
         self._rounds = Rounds(self._workers)
         self._private: Any = None
         self._indices: Indices
@@ -79,7 +79,6 @@ class DataLoaderSource(Source):
             if self._private is None:
                 # Workers that continue those of an earlier epoch are started by an `iter()` of that epoch.
                 self._prepare(drops_iter=self._seeder is not None)
-            self._indices.sampler = self._sampler()
             return self._made()
         except BaseException:
             self.close()  # the workers' seed may be drawn
@@ -99,7 +98,7 @@ class DataLoaderSource(Source):
         # Set by vars(), because DataLoader.__setattr__ refuses some of these names.
         own = vars(private)
         name = "sampler" if self._loader.batch_sampler is None else "batch_sampler"
-        self._indices = Indices(self, self._sampler(), skip=skip, replay=replay, drops_iter=drops_iter)
+        self._indices = Indices(self, skip=skip, replay=replay, drops_iter=drops_iter)
         own[name], own["_iterator"] = self._indices, None
         if self._workers:
             reporting = Reporting(self._loader, self._rounds.whole, warns=not self._can_be_saved)
@@ -132,7 +131,7 @@ class DataLoaderSource(Source):
         """The batch of the epoch with which the rounds of workers begin."""
         return self._before + self._skipped
 
-    def _sampler(self) -> Any:
+    def sampler(self) -> Any:
         """Return the sampler of the epoch: the user's, or that of the rest if it was divided again."""
         share, batches = self._share, self._loader.batch_sampler
         if share is None or not share.batches:
@@ -188,13 +187,8 @@ class DataLoaderSource(Source):
 
     def _parts(self) -> tuple[bool, dict[str, Any]]:
         between = self._is_over or self._at_iter is None
-        states = self._rounds.newest if between else self._rounds.whole
-        return self._is_over, {
-            "workers": self._workers,
-            "states": list(states),
-            "seeder": self._seeder,
-            "skipped": self._skipped,
-        }
+        states = list(self._rounds.newest if between else self._rounds.whole)
+        return self._is_over, {"states": states, "seeder": self._seeder, "skipped": self._skipped}
 
     def _load(self, position: Position) -> None:
         # The next epoch starts new workers if they do not persist, or if this epoch was left.
@@ -202,11 +196,11 @@ class DataLoaderSource(Source):
 
     def _load_workers(self, position: Position, *, persist: bool) -> None:
         parts = position.parts
-        if parts["workers"] != self._workers:
+        if len(parts["states"]) != self._workers:
             log.warning(
                 "Not exact: the loader has %d workers and had %d when the checkpoint was taken. The order of "
                 "batches is the same; random numbers drawn inside the workers differ.",
-                self._workers, parts["workers"],
+                self._workers, len(parts["states"]),
             )  # fmt: skip
         elif persist:
             self._rounds.set(parts["states"])
@@ -231,7 +225,6 @@ class Indices:
     `DataLoader` calls `iter()` on its sampler once without workers and twice with workers, and some samplers
     draw random numbers in that call. So each call is forwarded at once, and only the last one counts.
 
-    sampler: the user's sampler, or its replacement.
     skip: the batches that are drawn and dropped before the first one.
     replay: the generator states at the sampler's last `iter()` and at its first draw, of the epoch that is
         continued: no call is forwarded before the first index is needed.
@@ -243,13 +236,12 @@ class Indices:
     def __init__(
         self,
         source: DataLoaderSource,
-        sampler: Iterable[Any],
         *,
         skip: int,
         replay: tuple[States, States] | None,
         drops_iter: bool,
     ) -> None:
-        self._source, self.sampler, self._generators = source, sampler, source.generators
+        self._source, self._generators = source, source.generators
         self._skip, self._replay, self._drops_iter = skip, replay, drops_iter
         self._inner: Iterator[Any] = iter(())
         self._at_iter: States = {}
@@ -258,7 +250,7 @@ class Indices:
         self.drawn_once: States | None = None
 
     def __len__(self) -> int:
-        return len(self.sampler)  # type: ignore[arg-type]
+        return len(self._source.sampler())
 
     def __iter__(self) -> Iterator[Any]:
         if self._drops_iter:
@@ -266,7 +258,7 @@ class Indices:
             return iter(())
         if self._replay is None:
             self._at_iter = self._generators.capture_all()
-            self._inner = iter(self.sampler)
+            self._inner = iter(self._source.sampler())
         self._source.note_seeder()
         self._is_primed = False
         return self._draws()
@@ -286,7 +278,7 @@ class Indices:
         else:
             (at_iter, at_draw), self._replay = self._replay, None
             self._generators.restore_all(at_iter)
-            self._inner = iter(self.sampler)
+            self._inner = iter(self._source.sampler())
             self._generators.restore_all(at_draw)
         self._source.note_order(at_iter, at_draw)
         for _ in range(self._skip):
@@ -366,8 +358,7 @@ class Rounds:
 
     def __init__(self, workers: int) -> None:
         self._workers = workers
-        self.newest: list[rng.State | None] = [None] * workers
-        self.whole: list[rng.State | None] = [None] * workers
+        self.reset()
 
     def set(self, states: list[rng.State | None]) -> None:
         self.newest, self.whole = list(states), list(states)

@@ -80,9 +80,17 @@ def _merged_progress(
 ) -> dict[str, Any]:
     source = _source_rank(values, rank, old_world)
     merged: dict[str, Any] = copy.deepcopy(dict(values[source]))
+    mine = _facts(merged)
     for other, value in values.items():
-        _check_same(source, merged, other, value, _SAME)
-        _check_same(source, _opened(merged), other, _opened(value), ("open",))
+        its = _facts(value)
+        name = next((each for each in mine if each in its and mine[each] != its[each]), None)
+        if name is not None:
+            raise MismatchError(
+                f"The ranks of the checkpoint are at different points: {name} is {mine[name]} on rank "
+                f"{source} and {its[name]} on rank {other}. Another number of ranks cannot resume it; "
+                "nothing was loaded. Resume on the former ranks, or from another step.",
+                differences=((name, f"rank {source}: {mine[name]}", f"rank {other}: {its[name]}"),),
+            )
     for entry in merged["sources"]:
         position = entry["position"]
         found = {
@@ -91,8 +99,6 @@ def _merged_progress(
             for each in value["sources"]
             if each["name"] == entry["name"]
         }
-        if entry["is_open"]:
-            _check_open(source, position, found)
         if rank not in values:
             for number, states in enumerate((position["now"], *position["ahead"])):
                 theirs = {r: (each["now"], *each["ahead"])[number] for r, each in found.items()}
@@ -109,32 +115,16 @@ def _merged_progress(
     return merged
 
 
-def _opened(progress: Mapping[str, Any]) -> dict[str, Any]:
-    return {"open": [entry["name"] for entry in progress["sources"] if entry["is_open"]]}
-
-
-def _check_open(source: int, position: Mapping[str, Any], found: Mapping[int, Mapping[str, Any]]) -> None:
-    share = position["share"]
-    for other, its in found.items():
-        _check_same(source, position, other, its, ("epoch", "batches_taken"))
-        drawn = ({"batches drawn ahead": len(each["ahead"])} for each in (position, its))
-        _check_same(source, next(drawn), other, next(drawn), ("batches drawn ahead",))
-        its_share = its["share"]
-        if share is not None and its_share is not None:
-            _check_same(source, share, other, its_share, tuple(share.keys() - {"rank"}))
-
-
-def _check_same(
-    source: int, mine: Mapping[str, Any], other: int, its: Mapping[str, Any], names: tuple[str, ...]
-) -> None:
-    for name in names:
-        if mine[name] != its[name]:
-            raise MismatchError(
-                f"The ranks of the checkpoint are at different points: {name} is {mine[name]} on rank "
-                f"{source} and {its[name]} on rank {other}. Another number of ranks cannot resume it; "
-                "nothing was loaded. Resume on the former ranks, or from another step.",
-                differences=((name, f"rank {source}: {mine[name]}", f"rank {other}: {its[name]}"),),
-            )
+def _facts(progress: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what all ranks have alike if they are at the same point."""
+    found = {name: progress[name] for name in _SAME}
+    positions = {entry["name"]: entry["position"] for entry in progress["sources"] if entry["is_open"]}
+    found["open"] = [*positions]
+    for name, position in positions.items():
+        its = {each: position[each] for each in ("epoch", "batches_taken")}
+        its |= {"batches drawn ahead": len(position["ahead"]), **(position["share"] or {}), "rank": None}
+        found.update({f"{each} of the loader {name}".rstrip(): its[each] for each in its})
+    return found
 
 
 def _have_same_order(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

@@ -48,8 +48,8 @@ def prepared_source(loader: Any, source_of: Callable[[Any], Source]) -> Prepared
             f"{name} of this release of Accelerate has no {', '.join(missing)}, so its position could not be "
             "saved. Nothing was started. Install accelerate 1.14 or 1.15."
         )
-    skipped = loader.skip_batches or _skipped_by_sampler(loader)
-    if skipped:
+    skipping = [s for s in (loader.sampler, loader.batch_sampler) if type(s).__name__ == "SkipBatchSampler"]
+    if skipped := loader.skip_batches or sum(each.skip_batches for each in skipping):
         raise BoundaryError(
             f"This loader skips its first {skipped} batches (skip_first_batches). A resume goes to the saved "
             "batch by itself, so these batches would be skipped twice. Nothing was started. Pass the "
@@ -63,14 +63,6 @@ def prepared_source(loader: Any, source_of: Callable[[Any], Source]) -> Prepared
     inside = source_of(loader.base_dataloader) if is_first else ReceivedSource(loader)
     fills_up = processes > 1 and not loader._drop_last
     return PreparedSource(loader, inside, per_batch=per_batch, dispatches=True, fills_up=fills_up)
-
-
-def _skipped_by_sampler(loader: Any) -> int:
-    """Return the batches that `skip_first_batches` drops by a batch sampler, in a loader with samplers."""
-    for sampler in (loader.sampler, loader.batch_sampler):
-        if type(sampler).__name__ == "SkipBatchSampler":
-            return int(sampler.skip_batches)
-    return 0
 
 
 class PreparedSource(Source):

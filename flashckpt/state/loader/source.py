@@ -273,7 +273,7 @@ class Source:
         self._at_draw: Any = None
         # The positions before the newest draws, drawn ahead of training.
         self._before_draws: deque[Position] = deque()
-        # After a resume: the generator states before each batch that was drawn ahead, and those of the boundary.
+        # After a resume: the generator states before each batch that was drawn ahead, and of the boundary.
         self._due: deque[dict[str, Any]] = deque()
         self._length, self._made_of = length_of(self._loader), made_of(self._loader)
         if self.sets_epoch:
@@ -292,8 +292,8 @@ class Source:
                 self._length = taken if position.is_at_end else self._length
                 self._has_ended = self._length <= taken
                 log.info(
-                    "epoch %s continues after %d of its %d samples; the rest is divided among %d data-parallel "
-                    "ranks, %d batches each.",
+                    "epoch %s continues after %d of its %d samples; the rest is divided among %d "
+                    "data-parallel ranks, %d batches each.",
                     position.epoch, share.samples, share.order.length, share.ranks, self._length - taken,
                 )  # fmt: skip
                 return

@@ -28,6 +28,7 @@ from flashckpt.state.values import SIMPLE, StoredTensor, rebuild, survey
 
 log = logging.getLogger(__name__)
 
+
 class StatefulSource(Source):
     """A loader with its own state. The kind of its positions is "stateful".
 
@@ -192,12 +193,11 @@ class StatefulSource(Source):
     def _parts(self) -> tuple[bool, dict[str, Any]]:
         here = self._iterator is not None
         workers = self._loader.num_workers if self._creates_iterator else 0
-        drawn = self._drawn_since if self._resumed_from is not None else None
-        waits = drawn is not None and drawn < workers
+        waits = here and self._resumed_from is not None and (self._drawn_since or 0) < workers
         state = self._resumed_from if waits else self._state() if here else self._between
         return self._is_over or self._is_last(), {
             "state": state,
-            "drawn": drawn if waits else 0,
+            "drawn": self._drawn_since if waits else 0,
             "left": False if here else self._left,
         }
 
