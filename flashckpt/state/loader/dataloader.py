@@ -160,7 +160,7 @@ class DataLoaderSource(Source):
             for self.batches_taken in range(batches - open_round, batches):
                 self._unpack(next(self._iterator))
         except StopIteration:
-            self._has_ended = True
+            self._over = True
         self.batches_taken = batches
 
     def _report_drift(self, drawn_once: States, now: States) -> None:
@@ -186,9 +186,9 @@ class DataLoaderSource(Source):
         self._iterator = None
 
     def _parts(self) -> tuple[bool, dict[str, Any]]:
-        between = self._is_over or self._at_iter is None
+        between = self._over or self._at_iter is None
         states = list(self._rounds.newest if between else self._rounds.whole)
-        return self._is_over, {"states": states, "seeder": self._seeder, "skipped": self._skipped}
+        return self._over, {"states": states, "seeder": self._seeder, "skipped": self._skipped}
 
     def _load(self, position: Position) -> None:
         # The next epoch starts new workers if they do not persist, or if this epoch was left.

@@ -40,7 +40,7 @@ class Position(NamedTuple):
 
     kind: the kind of source that saved it.
     batches_taken: the batches of this epoch.
-    has_ended: the loader has returned its last batch. Those of `ahead` still follow.
+    over: the epoch has no more batches.
     length: the batches of an epoch; None if unknown.
     made_of: settings such as the batch size, which must not change.
     share: the rank's share; None if unknown.
@@ -53,13 +53,13 @@ class Position(NamedTuple):
     parts: the further needs of this kind of source.
     ahead: empty, unless batches were drawn and not yet trained on at the boundary. Then the position is the
         one before the first of them, `now` holds the generator states before its draw, and `ahead` holds the
-        states before each further draw, and last those at the boundary.
+        states before each further draw, also that of the loader's end, and last those at the boundary.
     """
 
     kind: str
     epoch: int
     batches_taken: int
-    has_ended: bool
+    over: bool
     length: int | None
     made_of: dict[str, Any]
     share: Share | None
@@ -75,19 +75,14 @@ class Position(NamedTuple):
         return {**self._asdict(), "share": None if self.share is None else self.share.value()}
 
     @property
-    def is_over(self) -> bool:
-        """Whether the epoch has no more batches."""
-        return self.has_ended and not self.ahead
-
-    @property
     def is_open(self) -> bool:
         """Whether it is in the middle of an epoch, also of one that was divided again and not drawn from."""
-        return not self.is_over and (self.at_iter is not None or self.batches_taken > 0)
+        return not self.over and (self.at_iter is not None or self.batches_taken > 0)
 
     @property
     def is_at_end(self) -> bool:
         """Whether no batch follows, as far as the loader's length is known."""
-        return self.is_over or (self.length is not None and self.batches_taken >= self.length)
+        return self.over or (self.length is not None and self.batches_taken >= self.length)
 
     @property
     def boundary(self) -> dict[str, Any]:

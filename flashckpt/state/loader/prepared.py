@@ -243,5 +243,5 @@ class ReceivedSource(Source):
         """Nothing was drawn here."""
 
     def _parts(self) -> tuple[bool, dict[str, Any]]:
-        over = self._is_over or (self.batches_taken > 0 and self._loader.end_of_dataloader)
+        over = self._over or (self.batches_taken > 0 and self._loader.end_of_dataloader)
         return over, {}

@@ -101,7 +101,7 @@ class Source:
         }
         self._enter(epoch)
         if continues:
-            self.batches_taken, self._has_ended = position.batches_taken, position.has_ended
+            self.batches_taken, self._over = position.batches_taken, position.over
             if position.ahead or not in_lockstep:
                 self._due.extend([position.now, *position.ahead])
         if continues and position.is_open:
@@ -111,9 +111,9 @@ class Source:
             self._load(position)
         else:
             self._ignore_state(position)
-        if continues and position.is_over:
+        if continues and position.over:
             self._share, self._length = position.share, position.length
-        self.was_over = self._is_over
+        self.was_over = self._over
         self.generators.restore_all(states)
         return None
 
@@ -125,21 +125,24 @@ class Source:
                 f"The loader failed while it fetched batch {self.batches_taken} of this epoch, so its "
                 "position is unknown. Earlier snapshots are intact. Start the loop again to resume from them."
             )
-        is_redraw, is_over = self.redraws, self._is_over
+        is_redraw = self.redraws
         # The loop may have trained since the last redraw.
         global_states = rng.capture() if is_redraw else {}
-        before = self._position_now() if self._counts_trained and not is_over else None
+        before = self._position_now() if self._counts_trained and not self._over else None
         if self._due:
             # Restore again just before the fetch: draws since `begin` do not belong to the run.
             self.generators.restore_all(self._due.popleft())
-        if is_over:
+        if self._over:
             raise StopIteration
         try:
             batch = self._fetch()
             if before is not None:
                 self._before_draws.append(before)
             if is_redraw:
-                self._after_redraw(global_states)
+                # Set the loader's own generators for the next redraw, or as at the boundary.
+                self.generators.restore_all({**self._due[0], "global": global_states})
+                if not self.redraws:
+                    self._due.clear()
             if not self._can_be_saved:
                 # Here rather than at the boundary, so that no batch was trained on yet.
                 check_roundtrip(self.position(), "loader")
@@ -147,9 +150,11 @@ class Source:
                 self._check_generators()
             return batch if self.convert is None else self.convert(batch)
         except StopIteration:
-            self._has_ended = True
+            self._over = True
             self._leave(ended=True)
-            if is_redraw:  # the rest was divided among other ranks: this rank has no batch to redraw
+            if before is not None:
+                self._before_draws.append(before)  # the loader may have drawn random numbers as it ended
+            if is_redraw:
                 self.generators.restore_all({**self._due[-1], "global": global_states})
                 self._due.clear()
             raise
@@ -177,44 +182,21 @@ class Source:
         """Record that `batches` batches of this epoch were trained on; later draws are drawn ahead. To be
         called before the first draw and at each boundary. Without a call, no batch is drawn ahead."""
         self._counts_trained = True
-        while len(self._before_draws) > max(0, self.batches_taken - batches):
+        ahead = max(0, self.batches_taken - batches)
+        while len(self._before_draws) > ahead + (ahead > 0 and self._over):
             self._before_draws.popleft()
 
     def leave_ahead(self) -> None:
         """Forget the batches drawn ahead, because the epoch is over or was left."""
         self._before_draws.clear()
+        if self.redraws:
+            self.generators.restore(self._due[-1]["own"])
+            self._due.clear()
 
     @property
     def redraws(self) -> bool:
-        """Whether the next batch was already drawn ahead when the run was saved."""
+        """Whether the next batch, or the loader's end, was already drawn ahead when the run was saved."""
         return len(self._due) > 1
-
-    @property
-    def _is_over(self) -> bool:
-        """Whether no batch follows, as far as it is known."""
-        return self._has_ended and not self.redraws
-
-    def _after_redraw(self, global_states: rng.State) -> None:
-        """After a redraw, restore the global generators, and set the loader's own generators for the next
-        redraw, or after the last one for the boundary."""
-        if self._is_over:
-            self._end_again()
-        self.generators.restore_all({**self._due[0], "global": global_states})
-        if not self.redraws:
-            self._due.clear()
-
-    def _end_again(self) -> None:
-        """Exhaust the iterator, as it was when the run was saved."""
-        try:
-            self._fetch()
-        except StopIteration:
-            self._leave(ended=True)
-            return
-        raise MismatchError(
-            f"{self._name} has more batches than the {self.batches_taken - 1} after which "
-            "it ended when the checkpoint was taken. The state was loaded; no batch was trained on. Pass the "
-            "data with which the run began."
-        )
 
     def position(self) -> dict[str, Any]:
         """Return the position, for `Position.read`. To be called between two calls of `next`."""
@@ -222,7 +204,7 @@ class Source:
             return self._position_now().value()
         first, *others = self._before_draws
         ahead = [*(each.now for each in others), *self._generator_states()]
-        return first._replace(ahead=ahead, has_ended=self._has_ended).value()
+        return first._replace(ahead=ahead).value()
 
     def _generator_states(self) -> list[dict[str, Any]]:
         """Return the generator states of each remaining redraw, and last the current ones."""
@@ -241,6 +223,7 @@ class Source:
             kind=self.kind,
             epoch=self._epoch,
             batches_taken=self.batches_taken,
+            over=over,
             length=self._length,
             made_of=self._made_of,
             share=self._share,
@@ -250,7 +233,6 @@ class Source:
             parts=parts,
             now=now,
             ahead=ahead,
-            has_ended=over or self._has_ended,
         )
 
     def close(self) -> None:
@@ -267,7 +249,7 @@ class Source:
 
     def _enter(self, epoch: int) -> None:
         self._epoch, self.batches_taken = epoch, 0
-        self._has_ended = self.was_over = self._broken = False
+        self._over = self.was_over = self._broken = False
         # The generator states before the epoch's iterator was made, and before its first index was drawn.
         self._at_iter: Any = None
         self._at_draw: Any = None
@@ -290,7 +272,7 @@ class Source:
             if share.batches == taken:  # the rest is as an epoch that begins here
                 assert share.order is not None
                 self._length = taken if position.is_at_end else self._length
-                self._has_ended = self._length <= taken
+                self._over = self._length <= taken
                 log.info(
                     "epoch %s continues after %d of its %d samples; the rest is divided among %d "
                     "data-parallel ranks, %d batches each.",
@@ -350,7 +332,7 @@ class Source:
 
     def _parts(self) -> tuple[bool, dict[str, Any]]:
         """Return whether certainly no batch follows, and the `Position.parts` of this kind of source."""
-        return self._is_over, {}
+        return self._over, {}
 
 
 # Iterables without state

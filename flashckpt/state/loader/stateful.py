@@ -195,7 +195,7 @@ class StatefulSource(Source):
         workers = self._loader.num_workers if self._creates_iterator else 0
         waits = here and self._resumed_from is not None and (self._drawn_since or 0) < workers
         state = self._resumed_from if waits else self._state() if here else self._between
-        return self._is_over or self._is_last(), {
+        return self._over or self._is_last(), {
             "state": state,
             "drawn": self._drawn_since if waits else 0,
             "left": False if here else self._left,

@@ -239,7 +239,7 @@ def test_an_unknown_length() -> None:
 @pytest.mark.parametrize(
     "spoil",
     [
-        {"batches_taken": "3"}, {"batches_taken": -1}, {"has_ended": None}, {"now": {}}, {"kind": "unheard of"},
+        {"batches_taken": "3"}, {"batches_taken": -1}, {"over": None}, {"now": {}}, {"kind": "unheard of"},
         {"parts": {}}, {"at_iter": {"global": {}, "own": {}}}, {"extra": 1},
     ],
     ids=str,
