@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -74,31 +74,27 @@ class DataLoaderSource(Source):
         if self._indices.num_dropped < batches:
             raise self._too_few(self._indices.num_dropped, batches)
 
-    def _open(self) -> Iterator[Any]:
+    def _open(self, skip: int = 0, replay: tuple[States, States] | None = None) -> Iterator[Any]:
+        """As `Source._open`. The options are those of `Indices`."""
         try:
             if self._private is None:
-                # Workers that continue those of an earlier epoch are started by an `iter()` of that epoch.
-                self._prepare(drops_iter=self._seeder is not None)
-            return self._made()
+                self._private = self._copied(skip, replay)
+            iterator: Iterator[Any] = iter(self._private)
         except BaseException:
             self.close()  # the workers' seed may be drawn
             raise
-
-    def _made(self) -> Iterator[Any]:
-        iterator: Iterator[Any] = iter(self._private)
         if not self._persistent:
             self._private = None
         return iterator
 
-    def _prepare(
-        self, *, skip: int = 0, replay: tuple[States, States] | None = None, drops_iter: bool = False
-    ) -> None:
-        """Create the private copy. The options are those of `Indices`."""
+    def _copied(self, skip: int, replay: tuple[States, States] | None) -> Any:
+        """Return a private copy of the loader."""
         private = copy.copy(self._loader)
         # Set by vars(), because DataLoader.__setattr__ refuses some of these names.
         own = vars(private)
         name = "sampler" if self._loader.batch_sampler is None else "batch_sampler"
-        self._indices = Indices(self, skip=skip, replay=replay, drops_iter=drops_iter)
+        # Workers that continue those of an earlier epoch are started by an `iter()` of that epoch.
+        self._indices = Indices(self, skip=skip, replay=replay, drops_iter=self._seeder is not None)
         own[name], own["_iterator"] = self._indices, None
         if self._workers:
             reporting = Reporting(self._loader, self._rounds.whole, warns=not self._can_be_saved)
@@ -106,7 +102,7 @@ class DataLoaderSource(Source):
             if self._seeder is not None:
                 own["generator"] = torch.Generator()
                 rng.restore_one(own["generator"], self._seeder)
-        self._private = private
+        return private
 
     def note_seeder(self) -> None:
         """Note the generator from which the workers' base seed is about to be drawn."""
@@ -152,8 +148,7 @@ class DataLoaderSource(Source):
         """Begin the epoch's iterator with the open round of workers, and load that round's batches again up
         to `batches`."""
         open_round = (batches - self._first) % self._workers if self._workers else 0
-        self._prepare(skip=batches - self._before - open_round, replay=replay)
-        self._iterator = self._made()
+        self._iterator = self._open(batches - self._before - open_round, replay)
         if not self._workers:
             self._indices.prime()
         try:

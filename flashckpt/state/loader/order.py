@@ -255,12 +255,7 @@ def _is_of_accelerate(name: str, value: object) -> bool:
 
 
 def _is_batch_sampler(batches: object) -> bool:
-    # torchdata's `__iter__` is equivalent to torch's.
-    torchdatas = getattr(
-        sys.modules.get("torchdata.stateful_dataloader.sampler"), "BatchSampler", BatchSampler
-    )
-    known = (BatchSampler.__iter__, torchdatas.__iter__)
-    return isinstance(batches, BatchSampler) and type(batches).__iter__ in known
+    return isinstance(batches, BatchSampler) and type(batches).__iter__ is BatchSampler.__iter__
 
 
 def _share_of_sampler(sampler: Any, generators: rng.Generators | None) -> Share | None:
