@@ -99,8 +99,15 @@ class PreparedSource(Source):
             resume = inside.converted(resume)
         saved = Position.read(resume, inside.kind, inside.parts)
         is_carried = how.get("carry", False) or saved.epoch != epoch
-        if not is_carried and not saved.is_at_end:
-            self._check_ranks(saved)
+        moved = None if is_carried or saved.is_at_end or not self._dispatches else saved.moved
+        if moved is not None and moved.is_resized:
+            raise MismatchError(
+                f"The checkpoint was taken after {saved.batches_taken} batches of an epoch, drawn by one "
+                f"rank for all {moved.ranks}, and now there are {moved.world} ranks. The model and all other "
+                "state were restored; no batch was drawn. Train on the former number of ranks until the "
+                "epoch has ended.",
+                differences=(("ranks", str(moved.ranks), str(moved.world)),),
+            )
         set_by_program = loader.iteration
         # A loader that was not prepared then has saved neither.
         iteration = saved.made_of.get("iteration", saved.epoch)
@@ -119,17 +126,6 @@ class PreparedSource(Source):
         # The loader counts a pass at the draw after its last batch, and a resume does not repeat this draw.
         loader.iteration = iteration + self.was_over
         return None
-
-    def _check_ranks(self, saved: Position) -> None:
-        moved = saved.moved
-        if self._dispatches and moved is not None and moved.is_resized:
-            raise MismatchError(
-                f"The checkpoint was taken after {saved.batches_taken} batches of an epoch, drawn by one "
-                f"rank for all {moved.ranks}, and now there are {moved.world} ranks. The model and all other "
-                "state were restored; no batch was drawn. Train on the former number of ranks until the "
-                "epoch has ended.",
-                differences=(("ranks", str(moved.ranks), str(moved.world)),),
-            )
 
     def next(self) -> Any:
         if self.was_over:
