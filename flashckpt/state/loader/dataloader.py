@@ -27,7 +27,7 @@ from flashckpt.state import rng
 from flashckpt.state.loader.order import RemainingSampler
 from flashckpt.state.loader.position import Position
 from flashckpt.state.loader.samplers import samplers_of
-from flashckpt.state.loader.source import Source
+from flashckpt.state.loader.source import Source, too_few
 
 log = logging.getLogger(__name__)
 
@@ -68,11 +68,11 @@ class DataLoaderSource(Source):
         """As `Source.skip`, but no item is loaded, and the first worker loads the first batch that is
         returned."""
         if self._length is not None and self._length < batches:
-            raise self._too_few(self._length, batches)
+            raise too_few(self._name, self._length, batches)
         self._skipped = batches
         self._continue_at(batches, None)
         if self._indices.num_dropped < batches:
-            raise self._too_few(self._indices.num_dropped, batches)
+            raise too_few(self._name, self._indices.num_dropped, batches)
 
     def _open(self, skip: int = 0, replay: tuple[States, States] | None = None) -> Iterator[Any]:
         """As `Source._open`. The options are those of `Indices`."""

@@ -11,7 +11,6 @@ import copy
 import hashlib
 import random
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,6 @@ from flashckpt.errors import DamagedError, MismatchError
 from flashckpt.format.typed import encode_json
 from flashckpt.state import rng
 from flashckpt.state.loader.order import drawing_state
-from flashckpt.state.loader.position import LayoutChange
 
 _SAME = ("step", "epoch", "has_ended", "iterated", "taps", "to_skip")
 
@@ -106,10 +104,9 @@ def _merged_progress(
                     {r: each["global"] for r, each in theirs.items()}, rank, old_world
                 )
         # For a position that moved before and was not resumed since, the first layout counts.
-        moved, share = position["moved"], position["share"]
-        before = LayoutChange(old_world, world, True) if moved is None else LayoutChange(**moved)
-        alike = before.alike and all(_have_same_order(position, each) for each in found.values())
-        position["moved"] = asdict(LayoutChange(before.ranks, world, alike))
+        moved, share = position["moved"] or {"ranks": old_world, "alike": True}, position["share"]
+        alike = moved["alike"] and all(_have_same_order(position, each) for each in found.values())
+        position["moved"] = {"ranks": moved["ranks"], "world": world, "alike": alike}
         if not alike and share is not None and not share["batches"]:
             share["order"] = None  # each rank had an order of its own
     return merged

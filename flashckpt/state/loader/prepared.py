@@ -95,8 +95,9 @@ class PreparedSource(Source):
         inside.count_trained()
         if resume is None:
             return inside.begin(epoch)
-        if isinstance(inside, ReceivedSource):
-            resume = inside.converted(resume)
+        if isinstance(inside, ReceivedSource) and resume.get("moved") is not None:
+            # It may be that of the drawing rank.
+            resume = {**resume, "kind": inside.kind, "length": None, "parts": {}}
         saved = Position.read(resume, inside.kind, inside.parts)
         is_carried = how.get("carry", False) or saved.epoch != epoch
         moved = None if is_carried or saved.is_at_end or not self._dispatches else saved.moved
@@ -216,13 +217,6 @@ class ReceivedSource(Source):
 
     def __init__(self, loader: Any) -> None:
         super().__init__(loader, rng.Generators({"loader": loader.base_dataloader}))
-
-    def converted(self, resume: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Convert a position from another number of ranks to this kind: it may be that of the drawing rank,
-        whose parts are dropped."""
-        if resume.get("kind") == self.kind or resume.get("moved") is None:
-            return resume
-        return {**resume, "kind": self.kind, "length": None, "parts": {}}
 
     def unused_iterator(self, loader: Any) -> Iterator[Any]:
         """Return the iterator that the dispatcher creates and never uses. Undo its draw of the workers' seed

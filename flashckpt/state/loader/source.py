@@ -169,14 +169,7 @@ class Source:
             try:
                 self.next()
             except StopIteration:
-                raise self._too_few(number, batches) from None
-
-    def _too_few(self, found: int, skipped: int) -> MismatchError:
-        return MismatchError(
-            f"The loader ended after {found} batches, and the run begins after {skipped} batches. "
-            "The state was loaded; no batch was trained on. Pass the data with which the run began.",
-            differences=(("batches of the loader", str(skipped), str(found)),),
-        )
+                raise too_few(self._name, number, batches) from None
 
     def count_trained(self, batches: int = 0) -> None:
         """Record that `batches` batches of this epoch were trained on; later draws are drawn ahead. To be
@@ -418,12 +411,15 @@ def draw_again(iterator: Iterator[Any], batches: int, clock: Callable[[], float]
         try:
             next(iterator)
         except StopIteration:
-            raise MismatchError(
-                f"{type(iterator).__name__} ended after {done} batches, and the checkpoint was taken "
-                f"after {batches}. The model and the rest of the state were restored; the loop was not "
-                "started. Pass the data with which the run began.",
-                differences=(("batches of the loader", str(batches), str(done)),),
-            ) from None
+            raise too_few(type(iterator).__name__, done, batches) from None
+
+
+def too_few(name: str, found: int, expected: int) -> MismatchError:
+    return MismatchError(
+        f"{name} ended after {found} batches, and the run continues after {expected}. The model and the rest "
+        "of the state were restored; no batch was trained on. Pass the data with which the run began.",
+        differences=(("batches of the loader", str(expected), str(found)),),
+    )
 
 
 def with_new_workers(loader: Any) -> Any:
