@@ -49,15 +49,10 @@ def _globals() -> dict[str, Any]:
 def capture() -> State:
     """Return the states of the global generators: Python, NumPy, torch CPU, each CUDA device if CUDA is
     initialised."""
-    state = capture_cpu()
+    state = {name: capture_one(generator) for name, generator in _globals().items()}
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = [capture_one(generator) for generator in torch.cuda.default_generators]
     return state
-
-
-def capture_cpu() -> State:
-    """Return the same without devices: the generators of a loader's worker process."""
-    return {name: capture_one(generator) for name, generator in _globals().items()}
 
 
 def restore(state: State) -> None:

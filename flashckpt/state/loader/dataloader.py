@@ -27,7 +27,7 @@ from flashckpt.state import rng
 from flashckpt.state.loader.order import RemainingSampler
 from flashckpt.state.loader.position import Position
 from flashckpt.state.loader.samplers import samplers_of
-from flashckpt.state.loader.source import Source, too_few
+from flashckpt.state.loader.source import Source, too_few, warn_of_late
 
 log = logging.getLogger(__name__)
 
@@ -171,10 +171,6 @@ class DataLoaderSource(Source):
                 ", ".join(moved),
             )
 
-    def _check_generators(self) -> None:
-        if not self._workers:
-            warn_of_late(self.generators)
-
     def _leave(self, *, ended: bool = False) -> None:
         if self._iterator is not None and not (ended and self._persistent):
             self.close()
@@ -299,9 +295,6 @@ class Reported(NamedTuple):
     state: rng.State
 
 
-_OWN = "own "  # before the path of a generator that a worker's data set or collate function holds
-
-
 class Reporting:
     """The user's collate function, followed by a report of the generators. One copy in each worker.
 
@@ -324,27 +317,14 @@ class Reporting:
         self._own = rng.Generators(roots, reports=self._warns)
         state = self._states[worker]
         if state is not None:
-            rng.restore(state)
-            own = {n.removeprefix(_OWN): each for n, each in state.items() if n.startswith(_OWN)}
-            self._own.restore(own)
+            self._own.restore_all(state)
 
     def __call__(self, samples: Any) -> Reported:
         batch = self._collate(samples)
         if self._warns:
             self._warns = False
             warn_of_late(self._own)
-        own = {_OWN + path: state for path, state in self._own.capture().items()}
-        return Reported(batch, {**rng.capture_cpu(), **own})
-
-
-def warn_of_late(generators: rng.Generators) -> None:
-    # Those of samplers are made again: a resume begins the epoch's order anew.
-    late = [path for path in generators.made_since() if path.startswith(("dataset", "collate"))]
-    if late:
-        log.warning(
-            "Not exact: the random generators %s of the loader were made with its first batch, so a resume "
-            "in mid-epoch cannot restore them. Make them before the loop begins.", ", ".join(late),
-        )  # fmt: skip
+        return Reported(batch, self._own.capture_all())
 
 
 class Rounds:

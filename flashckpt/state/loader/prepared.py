@@ -229,9 +229,6 @@ class ReceivedSource(Source):
     def count_trained(self, batches: int = 0) -> None:
         self.batches_taken = batches
 
-    def _reopen(self, position: Position) -> None:
-        """Nothing was drawn here."""
-
     def _parts(self) -> tuple[bool, dict[str, Any]]:
         over = self._over or (self.batches_taken > 0 and self._loader.end_of_dataloader)
         return over, {}

@@ -147,7 +147,7 @@ class Source:
                 # Here rather than at the boundary, so that no batch was trained on yet.
                 check_roundtrip(self.position(), "loader")
                 self._can_be_saved = True
-                self._check_generators()
+                warn_of_late(self.generators)
             return batch if self.convert is None else self.convert(batch)
         except StopIteration:
             self._over = True
@@ -307,14 +307,10 @@ class Source:
 
     def _reopen(self, position: Position) -> None:
         """Set the iterator so that its next batch is the one after `position`, and `_at_iter`."""
-        raise NotImplementedError
 
     def _unpack(self, item: Any) -> Any:
         """Return the batch of an item of the iterator."""
         return item
-
-    def _check_generators(self) -> None:
-        """Warn, after the first batch, of generators that did not exist before it."""
 
     def _leave(self, *, ended: bool = False) -> None:
         """End the epoch. `ended`: the iterator has just raised StopIteration."""
@@ -431,6 +427,16 @@ def with_new_workers(loader: Any) -> Any:
     # Set by vars(), because DataLoader.__setattr__ refuses some of these names.
     vars(own).update(_iterator=None, persistent_workers=False)
     return own
+
+
+def warn_of_late(generators: rng.Generators) -> None:
+    # Those of samplers are made again: a resume begins the epoch's order anew.
+    late = [path for path in generators.made_since() if path.startswith(("dataset", "collate"))]
+    if late:
+        log.warning(
+            "Not exact: the random generators %s of the loader were made with its first batch, so a resume "
+            "in mid-epoch cannot restore them. Make them before the loop begins.", ", ".join(late),
+        )  # fmt: skip
 
 
 # Facts of loaders

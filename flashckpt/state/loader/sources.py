@@ -84,9 +84,7 @@ class Sources:
     def waiting(self, name: str, epoch: int) -> dict[str, Any]:
         """Return the saved position of a loader that was open in this epoch and was not used here; or {}."""
         entry = self._entries.get(name)
-        if entry is None or not entry.is_open or name in self._used:
-            return {}
-        saved = entry.position
+        saved = entry.position if entry is not None and entry.is_open and name not in self._used else {}
         return saved if type(saved.get("batches_taken")) is int and saved.get("epoch") == epoch else {}
 
     def open(
