@@ -13,8 +13,6 @@ import itertools
 import logging
 import random
 import struct
-import sys
-from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from types import FunctionType, ModuleType
@@ -30,14 +28,11 @@ log = logging.getLogger(__name__)
 State = dict[str, Any]
 
 _PYTHON_VERSION = 3
-_PYTHON_TAIL = struct.Struct("<Bd")
-_PYTHON_WORDS = 625
-_NUMPY_WORDS = 624
+_PYTHON = struct.Struct("<625I?d")
+_WORDS = 624  # of a Mersenne twister
 _NUMPY_TAIL = struct.Struct("<IBd")
 _TORCH_CPU_BYTES = 5056
 _TORCH_HEAD_BYTES = 24
-_TORCH_WORDS = 624
-_TORCH_PACKED_BYTES = _TORCH_CPU_BYTES - 4 * _TORCH_WORDS
 
 
 def _globals() -> dict[str, Any]:
@@ -127,13 +122,11 @@ def _python_bytes(state: tuple[Any, ...]) -> bytes:
     version, words, gauss = state
     if version != _PYTHON_VERSION:
         raise StateError(f"This library does not support random.Random states of version {version}.")
-    tail = _PYTHON_TAIL.pack(gauss is not None, gauss if gauss is not None else 0.0)
-    return array("I", words).tobytes() + tail
+    return _PYTHON.pack(*words, gauss is not None, 0.0 if gauss is None else gauss)
 
 
 def _python_state(packed: bytes) -> tuple[Any, ...]:
-    words = array("I", packed[: 4 * _PYTHON_WORDS])
-    has_gauss, gauss = _PYTHON_TAIL.unpack(packed[4 * _PYTHON_WORDS :])
+    *words, has_gauss, gauss = _PYTHON.unpack(packed)
     return _PYTHON_VERSION, tuple(words), gauss if has_gauss else None
 
 
@@ -150,8 +143,8 @@ def _numpy_state(packed: Any) -> dict[str, Any]:
         if not isinstance(state, dict):
             raise TypeError("not a NumPy generator's state")
         return state
-    key = np.frombuffer(packed[: 4 * _NUMPY_WORDS], dtype=np.uint32)
-    position, has_gauss, gauss = _NUMPY_TAIL.unpack(packed[4 * _NUMPY_WORDS :])
+    key = np.frombuffer(packed[: 4 * _WORDS], dtype=np.uint32)
+    position, has_gauss, gauss = _NUMPY_TAIL.unpack(packed[4 * _WORDS :])
     twister = {"key": key, "pos": position}
     return {"bit_generator": "MT19937", "state": twister, "has_gauss": has_gauss, "gauss": gauss}
 
@@ -159,20 +152,16 @@ def _numpy_state(packed: Any) -> dict[str, Any]:
 def _torch_bytes(state: torch.Tensor) -> bytes:
     """Pack the state without the upper halves of its words: torch stores each 32-bit word in 64 bits."""
     raw = state.numpy().tobytes()
-    if len(raw) != _TORCH_CPU_BYTES or sys.byteorder != "little":
+    if len(raw) != _TORCH_CPU_BYTES:
         return raw
-    end = _TORCH_HEAD_BYTES + 8 * _TORCH_WORDS
-    words = np.frombuffer(raw, dtype=np.uint32, count=2 * _TORCH_WORDS, offset=_TORCH_HEAD_BYTES)
-    if words[1::2].any():
-        return raw
-    return raw[:_TORCH_HEAD_BYTES] + words[::2].tobytes() + raw[end:]
+    words = np.frombuffer(raw, np.uint64, _WORDS, _TORCH_HEAD_BYTES).astype(np.uint32)
+    return raw[:_TORCH_HEAD_BYTES] + words.tobytes() + raw[_TORCH_HEAD_BYTES + 8 * _WORDS :]
 
 
 def _torch_state(packed: bytes) -> torch.Tensor:
-    if len(packed) == _TORCH_PACKED_BYTES:
-        end = _TORCH_HEAD_BYTES + 4 * _TORCH_WORDS
-        words = np.frombuffer(packed[_TORCH_HEAD_BYTES:end], dtype=np.uint32)
-        packed = packed[:_TORCH_HEAD_BYTES] + words.astype(np.uint64).tobytes() + packed[end:]
+    if len(packed) == _TORCH_CPU_BYTES - 4 * _WORDS:
+        words = np.frombuffer(packed, np.uint32, _WORDS, _TORCH_HEAD_BYTES).astype(np.uint64)
+        packed = packed[:_TORCH_HEAD_BYTES] + words.tobytes() + packed[_TORCH_HEAD_BYTES + 4 * _WORDS :]
     # Not torch.frombuffer: a default device that the user set would move it there.
     return torch.from_numpy(np.frombuffer(packed, dtype=np.uint8).copy())
 
