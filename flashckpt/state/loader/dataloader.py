@@ -32,6 +32,7 @@ from flashckpt.state.loader.source import Source, too_few, warn_of_late
 log = logging.getLogger(__name__)
 
 States = dict[str, Any]
+Replay = tuple[States, States] | None
 
 
 class DataLoaderSource(Source):
@@ -74,7 +75,7 @@ class DataLoaderSource(Source):
         if self._indices.num_dropped < batches:
             raise too_few(self._name, self._indices.num_dropped, batches)
 
-    def _open(self, skip: int = 0, replay: tuple[States, States] | None = None) -> Iterator[Any]:
+    def _open(self, skip: int = 0, replay: Replay = None) -> Iterator[Any]:
         """As `Source._open`. The options are those of `Indices`."""
         try:
             if self._private is None:
@@ -87,14 +88,14 @@ class DataLoaderSource(Source):
             self._private = None
         return iterator
 
-    def _copied(self, skip: int, replay: tuple[States, States] | None) -> Any:
+    def _copied(self, skip: int, replay: Replay) -> Any:
         """Return a private copy of the loader."""
         private = copy.copy(self._loader)
         # Set by vars(), because DataLoader.__setattr__ refuses some of these names.
         own = vars(private)
         name = "sampler" if self._loader.batch_sampler is None else "batch_sampler"
         # Workers that continue those of an earlier epoch are started by an `iter()` of that epoch.
-        self._indices = Indices(self, skip=skip, replay=replay, drops_iter=self._seeder is not None)
+        self._indices = Indices(self, skip, replay, drops_iter=self._seeder is not None)
         own[name], own["_iterator"] = self._indices, None
         if self._workers:
             reporting = Reporting(self._loader, self._rounds.whole, warns=not self._can_be_saved)
@@ -118,14 +119,9 @@ class DataLoaderSource(Source):
         return self._rounds.take(self.batches_taken - self._first, item) if self._workers else item
 
     @property
-    def _before(self) -> int:
-        """The batches of the epoch that were given before its current division among ranks."""
-        return 0 if self._share is None else self._share.batches
-
-    @property
     def _first(self) -> int:
         """The batch of the epoch with which the rounds of workers begin."""
-        return self._before + self._skipped
+        return self._skipped + (0 if self._share is None else self._share.batches)
 
     def sampler(self) -> Any:
         """Return the sampler of the epoch: the user's, or that of the rest if it was divided again."""
@@ -144,11 +140,11 @@ class DataLoaderSource(Source):
         if self._indices.drawn_once is not None:
             self._report_drift(self._indices.drawn_once, position.now)
 
-    def _continue_at(self, batches: int, replay: tuple[States, States] | None) -> None:
+    def _continue_at(self, batches: int, replay: Replay) -> None:
         """Begin the epoch's iterator with the open round of workers, and load that round's batches again up
         to `batches`."""
         open_round = (batches - self._first) % self._workers if self._workers else 0
-        self._iterator = self._open(batches - self._before - open_round, replay)
+        self._iterator = self._open(batches - self._first + self._skipped - open_round, replay)
         if not self._workers:
             self._indices.prime()
         try:
@@ -224,14 +220,7 @@ class Indices:
     num_dropped: the batches that were dropped. drawn_once: the generator states after the first of them.
     """
 
-    def __init__(
-        self,
-        source: DataLoaderSource,
-        *,
-        skip: int,
-        replay: tuple[States, States] | None,
-        drops_iter: bool,
-    ) -> None:
+    def __init__(self, source: DataLoaderSource, skip: int, replay: Replay, *, drops_iter: bool) -> None:
         self._source, self._generators = source, source.generators
         self._skip, self._replay, self._drops_iter = skip, replay, drops_iter
         self._inner: Iterator[Any] = iter(())

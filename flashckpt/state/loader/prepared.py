@@ -35,18 +35,13 @@ def prepared_source(loader: Any, source_of: Callable[[Any], Source]) -> Prepared
     Raises BoundaryError for Accelerate's other loaders, whose draws cannot be counted."""
     names = {kind.__name__ for kind in type(loader).__mro__}
     read = (*_ATTRIBUTES, "slice_fn") if "DataLoaderDispatcher" in names else _ATTRIBUTES
-    missing = [name for name in read if not hasattr(loader, name)]
-    name = type(loader).__name__
-    if not names & {"DataLoaderShard", "DataLoaderDispatcher"} or "base_dataloader" not in vars(loader):
+    missing = not all(hasattr(loader, name) for name in read)
+    is_known = names & {"DataLoaderShard", "DataLoaderDispatcher"} and "base_dataloader" in vars(loader)
+    if missing or not is_known:
         raise BoundaryError(
-            f"{name} of Accelerate draws batches in an unknown way, so its position could not be saved. "
-            "Nothing was started. Pass the loader that accelerator.prepare() returns for a DataLoader, or "
-            "keep the DataLoader out of prepare()."
-        )
-    if missing:
-        raise BoundaryError(
-            f"{name} of this release of Accelerate has no {', '.join(missing)}, so its position could not be "
-            "saved. Nothing was started. Install accelerate 1.14 or 1.15."
+            f"{type(loader).__name__} of this release of Accelerate draws batches in an unknown way, so its "
+            "position could not be saved. Nothing was started. Pass the loader that accelerator.prepare() of "
+            "accelerate 1.14 or 1.15 returns for a DataLoader, or keep the DataLoader out of prepare()."
         )
     skipping = [s for s in (loader.sampler, loader.batch_sampler) if type(s).__name__ == "SkipBatchSampler"]
     if skipped := loader.skip_batches or sum(each.skip_batches for each in skipping):

@@ -447,9 +447,7 @@ def made_of(loader: Any) -> dict[str, Any]:
     loaders."""
     if not isinstance(loader, DataLoader):
         return {}
-    size: Any = loader.batch_size
-    if size is None:
-        size = getattr(loader.batch_sampler, "batch_size", None)
+    size = getattr(loader.batch_sampler, "batch_size", None)
     return {
         "batch_size": size if isinstance(size, int) else None,
         "drop_last": bool(getattr(loader.batch_sampler, "drop_last", loader.drop_last)),
