@@ -99,10 +99,8 @@ def _merged_progress(
         }
         if rank not in values:
             for number, states in enumerate((position["now"], *position["ahead"])):
-                theirs = {r: (each["now"], *each["ahead"])[number] for r, each in found.items()}
-                states["global"] = merged_rng(
-                    {r: each["global"] for r, each in theirs.items()}, rank, old_world
-                )
+                theirs = {r: [each["now"], *each["ahead"]][number]["global"] for r, each in found.items()}
+                states["global"] = merged_rng(theirs, rank, old_world)
         # For a position that moved before and was not resumed since, the first layout counts.
         moved, share = position["moved"] or {"ranks": old_world, "alike": True}, position["share"]
         alike = moved["alike"] and all(_have_same_order(position, each) for each in found.values())

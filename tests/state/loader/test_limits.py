@@ -78,6 +78,36 @@ def test_draws_between_begin_and_next_are_undone() -> None:
     assert (runs.plain(again.next()), runs.numbers_now()) == expected
 
 
+@pytest.mark.parametrize("asks", [False, True])
+def test_an_end_that_was_drawn_ahead_is_drawn_again(asks: bool) -> None:
+    """A RandomSampler draws from its generator as it ends. A trainer may not ask for the end again."""
+
+    def begun(position: Any, *, drawn: int) -> Any:
+        source = source_of(runs.LOADERS["main, shuffled by its own"]("/dev/null"))
+        source.count_trained()
+        source.begin(0, position)
+        for _ in range(drawn):
+            source.next()
+        return source
+
+    def next_order(source: Any) -> Any:
+        source.leave_ahead()
+        source.begin(1)
+        return source.next()[0].tolist()
+
+    first = begun(None, drawn=6)
+    with pytest.raises(StopIteration):
+        first.next()
+    first.count_trained(5)
+    again = begun(runs.from_wire(runs.to_wire(first.position())), drawn=1)
+    assert again.redraws
+    if asks:
+        with pytest.raises(StopIteration):
+            again.next()
+    again.count_trained(6)
+    assert next_order(again) == next_order(first)
+
+
 @pytest.mark.parametrize("name", ["2 persistent", "main, shuffled by its own"])
 @pytest.mark.process
 def test_a_position_carried_over_keeps_the_global_generators(name: str) -> None:
