@@ -36,9 +36,9 @@ Replay = tuple[States, States] | None
 
 
 class DataLoaderSource(Source):
-    """A map-style DataLoader. The kind of its positions is "dataloader"."""
+    """A map-style DataLoader."""
 
-    kind, divides = "dataloader", True
+    kind, divides = "torch DataLoader", True
     parts = frozenset({"states", "seeder", "skipped"})
 
     def __init__(self, loader: Any) -> None:

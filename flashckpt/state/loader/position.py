@@ -13,13 +13,6 @@ from flashckpt.state.loader.order import Share, checked_fields
 
 log = logging.getLogger(__name__)
 
-_EXPLAINED = {
-    "dataloader": "a torch DataLoader",
-    "stateful": "a loader with its own state",
-    "replayed": "an iterable that is replayed",
-    "received": "a loader from which the first rank draws for all",
-}
-
 
 @dataclass(frozen=True)
 class LayoutChange:
@@ -95,16 +88,16 @@ class Position(NamedTuple):
         """Check and return a position. Raises MismatchError for a position of another kind of source,
         DamagedError for a malformed one."""
         saved_kind = saved.get("kind")
-        if saved_kind in _EXPLAINED and saved_kind != kind:
+        if type(saved_kind) is str and saved_kind != kind:
             raise MismatchError(
-                f"The checkpoint was taken with {_EXPLAINED[saved_kind]}, and the loop now has "
-                f"{_EXPLAINED[kind]}. The model and the rest of the state were already restored; no batch "
-                "was drawn. Start again with the saved kind of loader.",
+                f"The checkpoint was taken with a {saved_kind}, and the loop now has a {kind}. The model and "
+                "the rest of the state were already restored; no batch was drawn. Start again with the saved "
+                "kind of loader.",
                 differences=(("loader", saved_kind, kind),),
             )
         try:
             position = checked_fields(cls, saved)
-            position._check(kind, parts)
+            position._check(parts)
         except ValueError as error:
             raise DamagedError(
                 f"The loader's position in the checkpoint cannot be read ({error}). No batch was drawn. "
@@ -112,10 +105,10 @@ class Position(NamedTuple):
             ) from error
         return position
 
-    def _check(self, kind: str, parts: frozenset[str]) -> None:
+    def _check(self, parts: frozenset[str]) -> None:
         """Raise ValueError if a field is invalid."""
-        if self.kind != kind or self.batches_taken < 0 or self.parts.keys() != parts:
-            raise ValueError(f"{self.batches_taken} batches of kind {self.kind}, with {sorted(self.parts)}")
+        if self.batches_taken < 0 or self.parts.keys() != parts:
+            raise ValueError(f"{self.batches_taken} batches, with {sorted(self.parts)}")
         before = (each for each in (self.at_iter, self.at_draw) if each is not None)
         states = [self.now, *before, *self.ahead]
         if not all(isinstance(each, dict) and each.keys() == {"global", "own"} for each in states):

@@ -208,7 +208,7 @@ class ReceivedSource(Source):
     """The source of a rank that receives its batches from DataLoaderDispatcher on the first rank: it draws no
     batches and only saves generators."""
 
-    kind = "received"
+    kind = "loader from which the first rank draws for all"
 
     def __init__(self, loader: Any) -> None:
         super().__init__(loader, rng.Generators({"loader": loader.base_dataloader}))

@@ -40,7 +40,7 @@ class Source:
     sets_epoch: call `set_epoch` of samplers and data set at the beginning of each epoch.
     """
 
-    kind = ""
+    kind = ""  # as a message names it
     parts: frozenset[str] = frozenset()  # the keys of `Position.parts`
     divides = False  # whether it can continue with any order of samples
 
@@ -336,11 +336,9 @@ _used_iterators: deque[Callable[[], Any]] = deque(maxlen=64)
 
 class ReplayedSource(Source):
     """An iterable without state of its own. A resume draws the epoch's batches again and drops them, and logs
-    its progress. Exact if the iterable returns the same batches again.
+    its progress. Exact if the iterable returns the same batches again. `clock` returns seconds."""
 
-    The kind of its positions is "replayed". `clock` returns seconds."""
-
-    kind = "replayed"
+    kind = "replayed iterable"
 
     def __init__(self, loader: Any, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(with_new_workers(loader), rng.Generators({"loader": loader}))

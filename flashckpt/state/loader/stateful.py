@@ -30,14 +30,14 @@ log = logging.getLogger(__name__)
 
 
 class StatefulSource(Source):
-    """A loader with its own state. The kind of its positions is "stateful".
+    """A loader with its own state.
 
     stream: the data set of a DataLoader, if that has the state.
     creates_iterator: the loader's `state_dict` creates its iterator, as torchdata's does, and so draws random
         numbers.
     """
 
-    kind = "stateful"
+    kind = "loader with its own state"
     parts = frozenset({"state", "drawn", "left"})
 
     def __init__(self, loader: Any, stream: Any = None, *, creates_iterator: bool = False) -> None:

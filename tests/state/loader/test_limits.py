@@ -269,7 +269,7 @@ def test_an_unknown_length() -> None:
 @pytest.mark.parametrize(
     "spoil",
     [
-        {"batches_taken": "3"}, {"batches_taken": -1}, {"over": None}, {"now": {}}, {"kind": "unheard of"},
+        {"batches_taken": "3"}, {"batches_taken": -1}, {"over": None}, {"now": {}}, {"kind": None},
         {"parts": {}}, {"at_iter": {"global": {}, "own": {}}}, {"extra": 1},
     ],
     ids=str,
@@ -284,7 +284,7 @@ def test_a_position_of_another_kind_of_loader_is_refused() -> None:
     _, position = taken(lambda: runs.loader(runs.Items("/dev/null"), 0), 2)
     with pytest.raises(MismatchError, match="already restored; no batch was drawn") as caught:
         source_of([1, 2, 3]).begin(0, position)
-    assert caught.value.differences == (("loader", "dataloader", "replayed"),)
+    assert caught.value.differences == (("loader", "torch DataLoader", "replayed iterable"),)
 
 
 class Pinnable(list[int]):

@@ -404,7 +404,7 @@ def test_workers_of_a_replayed_loader_are_new_in_each_epoch() -> None:
     source = source_of(make())
     source.begin(0)
     assert set(source.next()) == {"moved"}
-    assert source.position()["kind"] == "replayed"
+    assert source.position()["kind"] == "replayed iterable"
     [*workers] = torch.multiprocessing.active_children()
     source.close()
     assert not {each.pid for each in workers} & {p.pid for p in torch.multiprocessing.active_children()}
