@@ -186,9 +186,9 @@ def _check_loop(loader: object, epochs: int | None, steps: int | None, is_off: b
     if is_off:
         return {}
     from flashckpt.state.loader.source import length_of
-    from flashckpt.state.loader.sources import check_loader
+    from flashckpt.state.loader.sources import source_of
 
-    check_loader(loader)
+    source_of(loader)
     length = length_of(loader) if epochs is not None else None
     counts = {"epochs": epochs, "steps": steps} | (
         {} if length is None else {"batches of the loader": length}

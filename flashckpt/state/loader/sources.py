@@ -172,31 +172,15 @@ def epoch_length(loader: Any, position: Mapping[str, Any]) -> int:
 # The kind of source for a loader
 
 
-def check_loader(loader: Any) -> None:
-    """Raise now the errors of `source_of`, which the first batch would raise. Draws nothing."""
-    _source_of(loader)
-
-
 def source_of(loader: Any) -> Source:
     """Return the source for a loader: DataLoaderSource for torch's DataLoader over a data set with a length,
-    StatefulSource for a loader with its own state, ReplayedSource for other iterables.
+    StatefulSource for a loader with its own state, ReplayedSource for other iterables. Draws nothing.
 
     Raises BoundaryError for a loader whose position is not that of its last batch (it fetches ahead or out of
     order), OptionError for an object that is not iterable.
     """
-    source = _source_of(loader)
-    inside = loader.base_dataloader if is_prepared(loader) else loader
-    if _is_torchdata(inside) and inside.num_workers:
-        log.warning(
-            "StatefulDataLoader does not keep its workers' random numbers in the middle of an epoch: after a "
-            "resume, those drawn inside workers differ. torch's DataLoader resumes exactly."
-        )
-    return source
-
-
-def _source_of(loader: Any) -> Source:
     if is_prepared(loader):
-        return prepared_source(loader, _source_of)
+        return prepared_source(loader, source_of)
     if _is_fabric(loader):
         return _of_fabric(loader)
     if isinstance(loader, DataLoader) and (found := _of_dataloader(loader)) is not None:
@@ -239,7 +223,7 @@ def _of_dataloader(loader: Any) -> Source | None:
 def _of_fabric(loader: Any) -> Source:
     """Return the source of the loader inside Fabric's wrapper. The wrapper counts its own `iter()` calls for
     `DistributedSampler.set_epoch`, from 0 in each process; a source sets the run's epoch instead."""
-    source, device = _source_of(loader._dataloader), loader._device
+    source, device = source_of(loader._dataloader), loader._device
     source.sets_epoch = True
     if device is not None:
         move = vars(sys.modules[type(loader).__module__])["move_data_to_device"]

@@ -72,6 +72,11 @@ class StatefulSource(Source):
         return iterator
 
     def _fetch(self) -> Any:
+        if not self._can_be_saved and self._creates_iterator and self._loader.num_workers:
+            log.warning(
+                "StatefulDataLoader does not keep its workers' random numbers in the middle of an epoch: "
+                "after a resume, those drawn inside workers differ. torch's DataLoader resumes exactly."
+            )
         if self._is_at_end:
             states = self.generators.capture_all()
             # One of torchdata's nodes would continue with the next epoch at once, after the empty rest has
