@@ -177,9 +177,10 @@ class DataLoaderSource(Source):
         states = list(self._rounds.newest if between else self._rounds.whole)
         return self._over, {"states": states, "seeder": self._seeder, "skipped": self._skipped}
 
-    def _load(self, position: Position) -> None:
+    def _load(self, position: Position, *, is_own: bool) -> None:
         # The next epoch starts new workers if they do not persist, or if this epoch was left.
-        self._load_workers(position, persist=self._persistent and not position.is_open)
+        if is_own:
+            self._load_workers(position, persist=self._persistent and not position.is_open)
 
     def _load_workers(self, position: Position, *, persist: bool) -> None:
         parts = position.parts

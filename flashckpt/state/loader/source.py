@@ -106,11 +106,11 @@ class Source:
                 self._due.extend([position.now, *position.ahead])
         if continues and position.is_open:
             self._continue(position)
-        elif position.belongs_to(self._share, is_global=self._is_global(position)):
-            self._check(position)
-            self._load(position)
         else:
-            self._ignore_state(position)
+            is_own = position.belongs_to(self._share, is_global=self._is_global(position))
+            if is_own:
+                self._check(position)
+            self._load(position, is_own=is_own)
         if continues and position.over:
             self._share, self._length = position.share, position.length
         self.was_over = self._over
@@ -278,9 +278,6 @@ class Source:
     def _is_global(self, position: Position) -> bool:
         return says_global(self._loader)
 
-    def _ignore_state(self, position: Position) -> None:
-        """Ignore the state in a position of another rank: the next epoch begins without it."""
-
     def _check(self, position: Position) -> None:
         then, now = position.made_of, self._made_of
         changed = [f"{n} is {now[n]} and was {then[n]}" for n in then if n in now and then[n] != now[n]]
@@ -316,8 +313,9 @@ class Source:
         """End the epoch. `ended`: the iterator has just raised StopIteration."""
         self._iterator = None
 
-    def _load(self, position: Position) -> None:
-        """Load what a position between two epochs, or of an epoch that was left, has for the next one."""
+    def _load(self, position: Position, *, is_own: bool) -> None:
+        """Load what a position between two epochs, or of an epoch that was left, has for the next one, unless
+        it is that of another rank (`is_own`)."""
 
     def _parts(self) -> tuple[bool, dict[str, Any]]:
         """Return whether certainly no batch follows, and the `Position.parts` of this kind of source."""

@@ -94,7 +94,7 @@ class StatefulSource(Source):
         return batch
 
     def _reopen(self, position: Position) -> None:
-        stream, self._drawn_since = self._stream, 0
+        stream, self._is_at_end, self._drawn_since = self._stream, False, 0
         is_complete = not hasattr(stream, "load_state_dict") or keeps_its_place(stream)
         self.generators.restore_all(position.at_iter)
         if is_complete:
@@ -119,22 +119,21 @@ class StatefulSource(Source):
         self._resumed_from, self._drawn_since = as_encoded(position.parts["state"]), position.parts["drawn"]
         return draw_again(self._iterator, position.parts["drawn"])
 
-    def _load(self, position: Position) -> None:
+    def _load(self, position: Position, *, is_own: bool) -> None:
         state = as_encoded(position.parts["state"])
         if state.value is None:
             return
-        self._left = position.parts["left"] or position.is_open
-        self._between, self._is_at_end = state, not self._left
-        self._expected = None if self._left else position.batches_taken
-        self._load_state(position, drops_iterator=self._left)
-
-    def _ignore_state(self, position: Position) -> None:
-        if as_encoded(position.parts["state"]).value is not None:
+        if not is_own:
             log.warning(
                 "Not exact: the state of %s in the checkpoint belongs to another rank and is ignored. The "
                 "next epoch begins as that of a new loader.",
                 self._name,
             )
+            return
+        self._left = position.parts["left"] or position.is_open
+        self._between, self._is_at_end = state, not self._left
+        self._expected = None if self._left else position.batches_taken
+        self._load_state(position, drops_iterator=self._left)
 
     def _load_state(self, position: Position, *, drops_iterator: bool) -> None:
         """Load a state. drops_iterator: call `iter()` and drop the iterator, which would continue an epoch
