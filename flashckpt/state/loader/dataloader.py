@@ -63,7 +63,7 @@ class DataLoaderSource(Source):
     def _enter(self, epoch: int) -> None:
         super()._enter(epoch)
         self._skipped = 0
-        self._rounds.begin_epoch()
+        self._rounds.set(self._rounds.newest)
 
     def skip(self, batches: int) -> None:
         """As `Source.skip`, but no item is loaded, and the first worker loads the first batch that is
@@ -331,9 +331,6 @@ class Rounds:
     def reset(self) -> None:
         """Forget the states, because the workers are new."""
         self.set([None] * self._workers)
-
-    def begin_epoch(self) -> None:
-        self.whole = list(self.newest)
 
     def take(self, index: int, reported: Reported) -> Any:
         """Return the batch of a report. `index`: its number in the epoch; worker `index % workers` loaded it,

@@ -178,13 +178,6 @@ class Position(NamedTuple):
         )
 
 
-def says_global(loader: object) -> bool:
-    """Whether a part of the loader has position_is_global = True."""
-    names = ("dataset", "sampler", "batch_sampler")
-    parts = (loader, *(getattr(loader, name, None) for name in names))
-    return any(getattr(part, "position_is_global", False) is True for part in parts)
-
-
 def _shown(share: Share | None, world: int | None) -> str:
     if share is None:
         return "an unknown number of ranks" if world is None else f"{world} ranks in an unknown way"

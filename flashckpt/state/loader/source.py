@@ -22,7 +22,7 @@ from flashckpt.errors import BoundaryError, MismatchError
 from flashckpt.format.typed import check_roundtrip
 from flashckpt.state import rng
 from flashckpt.state.loader.order import Share, share_of
-from flashckpt.state.loader.position import Position, says_global
+from flashckpt.state.loader.position import Position
 from flashckpt.state.loader.samplers import set_epoch
 
 log = logging.getLogger(__name__)
@@ -276,7 +276,10 @@ class Source:
         self._reopen(position)
 
     def _is_global(self, position: Position) -> bool:
-        return says_global(self._loader)
+        """Whether a part of the loader has position_is_global = True."""
+        names = ("dataset", "sampler", "batch_sampler")
+        parts = (self._loader, *(getattr(self._loader, name, None) for name in names))
+        return any(getattr(part, "position_is_global", False) is True for part in parts)
 
     def _check(self, position: Position) -> None:
         then, now = position.made_of, self._made_of
