@@ -45,7 +45,7 @@ class DataLoaderSource(Source):
         super().__init__(loader, rng.Generators(_roots(loader)))
         self._workers = int(loader.num_workers)
         self._persistent = bool(loader.persistent_workers)
-        self._rounds = Rounds(self._workers)
+        self._set_states([None] * self._workers)
         self._private: Any = None
         self._indices: Indices
         # The generator's state before it drew the base seed of the workers that run.
@@ -58,12 +58,17 @@ class DataLoaderSource(Source):
             if end_workers is not None:
                 end_workers()
         self._iterator = self._private = self._seeder = None
-        self._rounds.reset()
+        self._set_states([None] * self._workers)
 
     def _enter(self, epoch: int) -> None:
         super()._enter(epoch)
         self._skipped = 0
-        self._rounds.set(self._rounds.newest)
+        self._set_states(self._newest)
+
+    def _set_states(self, states: list[States | None]) -> None:
+        """Set the generator states of the workers after the newest batch of each, and after the last whole
+        round. None for a worker that has loaded nothing since it was seeded."""
+        self._newest, self._whole = list(states), list(states)
 
     def skip(self, batches: int) -> None:
         """As `Source.skip`, but no item is loaded, and the first worker loads the first batch that is
@@ -98,7 +103,7 @@ class DataLoaderSource(Source):
         self._indices = Indices(self, skip, replay, drops_iter=self._seeder is not None)
         own[name], own["_iterator"] = self._indices, None
         if self._workers:
-            reporting = Reporting(self._loader, self._rounds.whole, warns=not self._can_be_saved)
+            reporting = Reporting(self._loader, self._whole, warns=not self._can_be_saved)
             own["collate_fn"], own["worker_init_fn"] = reporting, reporting.begin
             if self._seeder is not None:
                 own["generator"] = torch.Generator()
@@ -116,7 +121,14 @@ class DataLoaderSource(Source):
         self._at_iter, self._at_draw = at_iter, at_draw
 
     def _unpack(self, item: Any) -> Any:
-        return self._rounds.take(self.batches_taken - self._first, item) if self._workers else item
+        if not self._workers:
+            return item
+        # torch assigns indices to workers in turns.
+        worker = (self.batches_taken - self._first) % self._workers
+        self._newest[worker] = item.state
+        if worker == self._workers - 1:
+            self._whole = list(self._newest)
+        return item.batch
 
     @property
     def _first(self) -> int:
@@ -174,7 +186,7 @@ class DataLoaderSource(Source):
 
     def _parts(self) -> tuple[bool, dict[str, Any]]:
         between = self._over or self._at_iter is None
-        states = list(self._rounds.newest if between else self._rounds.whole)
+        states = list(self._newest if between else self._whole)
         return self._over, {"states": states, "seeder": self._seeder, "skipped": self._skipped}
 
     def _load(self, position: Position, *, is_own: bool) -> None:
@@ -191,7 +203,7 @@ class DataLoaderSource(Source):
                 self._workers, len(parts["states"]),
             )  # fmt: skip
         elif persist:
-            self._rounds.set(parts["states"])
+            self._set_states(parts["states"])
             self._seeder = parts["seeder"]
 
 
@@ -282,7 +294,7 @@ class Reported(NamedTuple):
     processes it element by element and keeps bytes."""
 
     batch: Any
-    state: rng.State
+    state: States
 
 
 class Reporting:
@@ -292,7 +304,7 @@ class Reporting:
     warns: of generators that are made with the first batch, and of a search that was cut.
     """
 
-    def __init__(self, loader: Any, states: list[rng.State | None], *, warns: bool) -> None:
+    def __init__(self, loader: Any, states: list[States | None], *, warns: bool) -> None:
         self._collate, self._init = loader.collate_fn, loader.worker_init_fn
         self._states, self._warns = states, warns
         self._own = rng.Generators({})
@@ -315,28 +327,3 @@ class Reporting:
             self._warns = False
             warn_of_late(self._own)
         return Reported(batch, self._own.capture_all())
-
-
-class Rounds:
-    """The generator states of the workers after the last complete round (`whole`) and after the newest batch
-    of each (`newest`). None for a worker that has loaded nothing since it was seeded."""
-
-    def __init__(self, workers: int) -> None:
-        self._workers = workers
-        self.reset()
-
-    def set(self, states: list[rng.State | None]) -> None:
-        self.newest, self.whole = list(states), list(states)
-
-    def reset(self) -> None:
-        """Forget the states, because the workers are new."""
-        self.set([None] * self._workers)
-
-    def take(self, index: int, reported: Reported) -> Any:
-        """Return the batch of a report. `index`: its number in the epoch; worker `index % workers` loaded it,
-        since torch assigns indices in turns."""
-        worker = index % self._workers
-        self.newest[worker] = reported.state
-        if worker == self._workers - 1:
-            self.whole = list(self.newest)
-        return reported.batch

@@ -25,8 +25,6 @@ from flashckpt.state.loader.stateful import StatefulSource
 
 log = logging.getLogger(__name__)
 
-Digests = dict[str, str]
-
 
 class Entry(NamedTuple):
     """What is saved of a loader.
@@ -42,7 +40,7 @@ class Entry(NamedTuple):
     first: dict[str, str]
     renewed: bool
 
-    def seeded_by_program(self, now: Digests) -> frozenset[str]:
+    def seeded_by_program(self, now: dict[str, str]) -> frozenset[str]:
         """Return the paths of generators that a resume between two epochs leaves alone: those that are not as
         at the run's first start, so that the program has seeded them for this epoch."""
         seeded = frozenset(path for path, digest in now.items() if self.first.get(path, digest) != digest)

@@ -14,7 +14,7 @@ import runs
 import torch
 
 from flashckpt.errors import BoundaryError, DamagedError, MismatchError
-from flashckpt.state.loader.dataloader import Reported, Rounds
+from flashckpt.state.loader.dataloader import Reported
 from flashckpt.state.loader.sources import source_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -310,15 +310,6 @@ def test_batches_are_pinned_if_the_loader_pins() -> None:
     assert type(batch) is runs.Pair
     assert batch.index.is_pinned()
     source.close()
-
-
-def test_rounds_keep_the_last_whole_one() -> None:
-    """A resume begins with the open round, and its workers with what they had before it."""
-    rounds = Rounds(2)
-    for index in range(3):
-        rounds.take(index, Reported("batch", {"python": f"p{index}"}))
-    assert rounds.whole == [{"python": "p0"}, {"python": "p1"}]
-    assert rounds.newest[0] == {"python": "p2"}
 
 
 class Late:
