@@ -34,7 +34,8 @@ def prepared_source(loader: Any, source_of: Callable[[Any], Source]) -> Prepared
 
     Raises BoundaryError for Accelerate's other loaders, whose draws cannot be counted."""
     names = {kind.__name__ for kind in type(loader).__mro__}
-    read = (*_ATTRIBUTES, "slice_fn") if "DataLoaderDispatcher" in names else _ATTRIBUTES
+    dispatches = "DataLoaderDispatcher" in names
+    read = (*_ATTRIBUTES, "slice_fn") if dispatches else _ATTRIBUTES
     missing = not all(hasattr(loader, name) for name in read)
     is_known = names & {"DataLoaderShard", "DataLoaderDispatcher"} and "base_dataloader" in vars(loader)
     if missing or not is_known:
@@ -50,31 +51,26 @@ def prepared_source(loader: Any, source_of: Callable[[Any], Source]) -> Prepared
             "batch by itself, so these batches would be skipped twice. Nothing was started. Pass the "
             "prepared loader."
         )
-    if "DataLoaderDispatcher" not in names:
-        return PreparedSource(loader, source_of(loader.base_dataloader), per_batch=1)
-    processes = loader.state.num_processes
-    per_batch = 1 if loader.split_batches or loader.submesh_tp else processes
-    is_first = loader.state.process_index == 0
-    inside = source_of(loader.base_dataloader) if is_first else ReceivedSource(loader)
-    fills_up = processes > 1 and not loader._drop_last
-    return PreparedSource(loader, inside, per_batch=per_batch, dispatches=True, fills_up=fills_up)
+    draws = not dispatches or loader.state.process_index == 0
+    inside = source_of(loader.base_dataloader) if draws else ReceivedSource(loader)
+    return PreparedSource(loader, inside, dispatches=dispatches)
 
 
 class PreparedSource(Source):
     """The source of a prepared loader, which draws its batches from the source `inside`.
 
     batches_taken: the batches of the prepared loader.
-    per_batch: the inner batches for each batch of the prepared loader.
     dispatches: one rank draws for all.
-    fills_up: rows of the epoch's first batch complete a last batch that the ranks cannot divide.
     """
 
-    def __init__(
-        self, loader: Any, inside: Source, *, per_batch: int, dispatches: bool = False, fills_up: bool = False
-    ) -> None:
+    def __init__(self, loader: Any, inside: Source, *, dispatches: bool) -> None:
         super().__init__(loader, inside.generators)
-        self._inside, self._per_batch = inside, per_batch
-        self._dispatches, self._fills_up = dispatches, fills_up
+        self._inside, self._dispatches = inside, dispatches
+        processes = loader.state.num_processes if dispatches else 1
+        # The inner batches for each batch of the prepared loader.
+        self._per_batch = 1 if processes == 1 or loader.split_batches or loader.submesh_tp else processes
+        # Rows of the epoch's first batch complete a last batch that the ranks cannot divide.
+        self._fills_up = processes > 1 and not loader._drop_last
         self._first_rows: Encoded | None = None  # on rank 0: the rows of the epoch's first batch
 
     def __len__(self) -> int:
