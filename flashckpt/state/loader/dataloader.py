@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import BatchSampler, get_worker_info
 
+from flashckpt.format.typed import Encoded
 from flashckpt.state import rng
 from flashckpt.state.loader.order import RemainingSampler
 from flashckpt.state.loader.position import Position
@@ -118,7 +119,7 @@ class DataLoaderSource(Source):
 
     def note_order(self, at_iter: States, at_draw: States) -> None:
         """Note the generator states of the epoch's order, before its first index is drawn."""
-        self._at_iter, self._at_draw = at_iter, at_draw
+        self._at_iter, self._at_draw = Encoded(at_iter), Encoded(at_draw)
 
     def _unpack(self, item: Any) -> Any:
         if not self._workers:

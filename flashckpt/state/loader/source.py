@@ -19,7 +19,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from flashckpt.errors import BoundaryError, MismatchError
-from flashckpt.format.typed import check_roundtrip
+from flashckpt.format.typed import Encoded, check_roundtrip
 from flashckpt.state import rng
 from flashckpt.state.loader.order import Share, share_of
 from flashckpt.state.loader.position import Position
@@ -243,9 +243,10 @@ class Source:
     def _enter(self, epoch: int) -> None:
         self._epoch, self.batches_taken = epoch, 0
         self._over = self.was_over = self._broken = False
-        # The generator states before the epoch's iterator was made, and before its first index was drawn.
-        self._at_iter: Any = None
-        self._at_draw: Any = None
+        # The generator states before the epoch's iterator was made, and before its first index was drawn:
+        # encoded once for all boundaries of the epoch.
+        self._at_iter: Encoded | None = None
+        self._at_draw: Encoded | None = None
         # The positions before the newest draws, drawn ahead of training.
         self._before_draws: deque[Position] = deque()
         # After a resume: the generator states before each batch that was drawn ahead, and of the boundary.
@@ -351,7 +352,7 @@ class ReplayedSource(Source):
 
     def _iterate(self) -> tuple[Iterator[Any], bool]:
         """Return an iterator, and whether batches were drawn from it before."""
-        self._at_iter = self.generators.capture_all()
+        self._at_iter = Encoded(self.generators.capture_all())
         iterator = iter(self._loader)
         if iterator is not self._loader:
             return iterator, False

@@ -64,11 +64,11 @@ class StatefulSource(Source):
         return self._iterate()
 
     def _iterate(self) -> Iterator[Any]:
-        self._at_iter = self.generators.capture_all()
+        self._at_iter = Encoded(self.generators.capture_all())
         iterator = iterate(self._loader)
         # Not always as after another `iter()`: Accelerate calls each loader's state_dict when it prepares it,
         # and torchdata then draws the iterator's seed.
-        self._at_draw = self.generators.capture_all()
+        self._at_draw = Encoded(self.generators.capture_all())
         return iterator
 
     def _fetch(self) -> Any:
@@ -107,7 +107,7 @@ class StatefulSource(Source):
             )  # fmt: skip
         with not_restarting(self._loader):
             self._iterator = self._iterate()
-        self._at_iter, self._at_draw = position.at_iter, position.at_draw
+        self._at_iter, self._at_draw = Encoded(position.at_iter), Encoded(position.at_draw)
         self.generators.restore_all(position.at_draw)
         if not is_complete:
             return draw_again(self._iterator, position.batches_taken)
