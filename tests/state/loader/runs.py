@@ -372,3 +372,8 @@ def to_wire(value: Any) -> bytes:
 
 def from_wire(data: bytes) -> Any:
     return decode_json(data)
+
+
+def saved(source: Any) -> Any:
+    """Return the position of a source as it is read from a snapshot."""
+    return from_wire(to_wire(source.position()))

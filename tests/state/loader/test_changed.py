@@ -25,7 +25,7 @@ def position_of(loader: Any, batches: int) -> dict[str, Any]:
     source.begin(0)
     for _ in range(batches):
         source.next()
-    position = source.position()
+    position = runs.saved(source)
     source.close()
     return position
 

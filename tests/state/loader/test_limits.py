@@ -32,7 +32,7 @@ def taken(make: Any, batches: int) -> tuple[Any, dict[str, Any]]:
     for _ in range(batches):
         source.next()
         runs.loop_draws()
-    position = source.position()
+    position = runs.saved(source)
     source.close()
     return source, position
 
@@ -70,7 +70,7 @@ def test_draws_between_begin_and_next_are_undone() -> None:
     source = source_of(make())
     source.begin(0)
     source.next()
-    position = source.position()
+    position = runs.saved(source)
     expected = runs.plain(source.next()), runs.numbers_now()
     again = source_of(make())
     again.begin(0, position)
@@ -99,7 +99,7 @@ def test_an_end_that_was_drawn_ahead_is_drawn_again(asks: bool) -> None:
     with pytest.raises(StopIteration):
         first.next()
     first.count_trained(5)
-    again = begun(runs.from_wire(runs.to_wire(first.position())), drawn=1)
+    again = begun(runs.saved(first), drawn=1)
     assert again.redraws
     if asks:
         with pytest.raises(StopIteration):
@@ -127,7 +127,7 @@ def test_another_number_of_workers(caplog: pytest.LogCaptureFixture) -> None:
     source.begin(0)
     for _ in range(3):
         source.next()
-    position, expected = source.position(), source.next()[0].tolist()
+    position, expected = runs.saved(source), source.next()[0].tolist()
     source.close()
     for workers in (0, 3):
         again = source_of(runs.loader(runs.Items("/dev/null"), workers, shuffle=True))
@@ -177,7 +177,7 @@ def test_workers_are_seeded_anew_after_an_iterator_that_could_not_be_made() -> N
     runs.loop_draws()
     source.begin(1)
     source.next()
-    position = source.position()
+    position = runs.saved(source)
     expected = runs.plain(source.next()), runs.plain(source.next())
     source.close()
     loader, sampler = make()
@@ -219,7 +219,7 @@ def test_the_users_loader_is_not_changed() -> None:
         source = source_of(loader)
         source.begin(0)
         source.next()
-        position = source.position()
+        position = runs.saved(source)
         source.begin(0, position)
         source.next()
         source.close()

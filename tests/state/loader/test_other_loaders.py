@@ -355,7 +355,7 @@ def test_a_replay_is_announced_once_and_counted(caplog: pytest.LogCaptureFixture
     source.begin(0)
     for _ in range(3):
         source.next()
-    position = source.position()
+    position = runs.saved(source)
     again = source_of(DataLoader(Stream(), batch_size=4))
     assert isinstance(again, ReplayedSource)
     again.begin(0, position)
@@ -370,7 +370,7 @@ def test_a_stream_with_workers_is_replayed() -> None:
     runs.seed(3)
     source.begin(0)
     source.next()
-    position = source.position()
+    position = runs.saved(source)
     expected = runs.plain(source.next())
     source.close()
     again = source_of(DataLoader(Stream(), batch_size=4, num_workers=1))
@@ -436,7 +436,7 @@ def test_a_torchdata_stream_without_state_is_resumed_repeatedly() -> None:
         source = source_of(torchdata_stream(Stream, 0))
         source.begin(0, position)
         given += numbers(source, count)
-        position = runs.from_wire(runs.to_wire(source.position()))
+        position = runs.saved(source)
     assert given == expected
 
 
