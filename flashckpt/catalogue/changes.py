@@ -212,6 +212,14 @@ def spared(catalogue: Catalogue, folders: Iterable[Folder]) -> dict[Folder, Spar
     return found
 
 
+def writers_with_garbage(before: Catalogue, catalogue: Catalogue) -> frozenset[AttemptName]:
+    """The writers whose folders can have garbage that was none in version `before`, of the same writer: its
+    own, and those of folders that were named."""
+    was, now = ({each.folder for each in one.checkpoints} for one in (before, catalogue))
+    gone = (was - now) | (bases(before) - bases(catalogue))
+    return frozenset({catalogue.writer, *(each.writer for each in gone)})
+
+
 def _is_pending(catalogue: Catalogue, folder: Folder) -> bool:
     """Whether the current writer can still commit the snapshot of a folder."""
     return folder.writer == catalogue.writer and is_newer(catalogue, folder.id)

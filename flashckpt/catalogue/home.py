@@ -40,6 +40,7 @@ from flashckpt.catalogue.changes import (
     retain,
     spared,
     visible,
+    writers_with_garbage,
 )
 from flashckpt.catalogue.requests import Delete, Files, Folders, Has, Put, Read, Steps
 from flashckpt.catalogue.versions import Versions
@@ -386,11 +387,15 @@ class Home(Versions):
 
     # ---- deletion
 
-    def collect(self, catalogue: Catalogue) -> Steps[None]:
+    def collect(self, catalogue: Catalogue, before: Catalogue = EMPTY) -> Steps[None]:
         """Delete garbage. Any process may do it at any time. Raises the first error after it has deleted the
-        rest."""
+        rest. `before`: a version whose garbage was deleted; only what is garbage since then is looked for."""
         failure: OSError | DamagedError | None = None
-        for writer in sorted((yield from self.writers())):
+        if before.version and before.writer == catalogue.writer:
+            writers = writers_with_garbage(before, catalogue)
+        else:
+            writers = yield from self.writers()
+        for writer in sorted(writers):
             if not is_known(catalogue, writer):
                 continue
             try:

@@ -19,7 +19,7 @@ from flashckpt.catalogue.requests import Stores
 from flashckpt.commit.steps import check_alike, heads_at_rest
 from flashckpt.commit.view import HOME, View
 from flashckpt.errors import DivergedError, RunError, SupersededError
-from flashckpt.format.catalogue import Catalogue, Folder
+from flashckpt.format.catalogue import EMPTY, Catalogue, Folder
 from flashckpt.format.manifest import File, Manifest, PartHead, part_name
 from flashckpt.format.names import CommitName, SnapshotId
 from flashckpt.format.records import Part
@@ -173,14 +173,14 @@ def retained(view: View, keep: Keep) -> View:
     return View(changes.retain(view.catalogue, keep=replace(rule, whole=whole)), view.store)
 
 
-def collect(store: Store, catalogue: Catalogue, *, trims: bool = True) -> None:
+def collect(store: Store, catalogue: Catalogue, before: Catalogue = EMPTY, *, trims: bool = True) -> None:
     """Delete what no version of this run can name any more, by one that was the newest just now; and, if
-    `trims`, old versions. Any process may do it at any time. OSError or DamagedError, after the rest was
-    deleted."""
+    `trims`, old versions. `before`: as of `Home.collect`. Any process may do it at any time. OSError or
+    DamagedError, after the rest was deleted."""
     stores = Stores({HOME.store: store})
     crashpoints.point("prune.begun")
     try:
-        stores.run(HOME.collect(catalogue))
+        stores.run(HOME.collect(catalogue, before))
         crashpoints.point("prune.done")
     finally:
         if trims:

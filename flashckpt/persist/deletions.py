@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from flashckpt.commit.commit_step import collect, retain
 from flashckpt.commit.view import View
+from flashckpt.format.catalogue import EMPTY
 from flashckpt.format.names import AttemptName, CommitName
 from flashckpt.options import Keep
 from flashckpt.persist.ledger import Event, Ledger
@@ -18,7 +19,7 @@ from flashckpt.threads import Worker
 log = logging.getLogger(__name__)
 
 _COMMITS_BETWEEN = 32
-"""After so many commits old versions go; they are listed then."""
+"""After so many commits old versions go, and what older attempts have left; they are listed then."""
 
 
 class Deletions:
@@ -40,6 +41,7 @@ class Deletions:
         self._is_due = self._retains = self._needs_room = False
         self._may_have_garbage = True
         self._commits = 0
+        self._collected = EMPTY
         self._has_failed = False
 
     @property
@@ -85,22 +87,25 @@ class Deletions:
     def _delete(self) -> None:
         last, retains, needs_room = self._last, self._retains, self._needs_room
         trims = self._needs_room or self._commits >= _COMMITS_BETWEEN
+        before = EMPTY if trims or self._may_have_garbage else self._collected
         self._is_due = self._retains = self._needs_room = self._may_have_garbage = False
         self._commits = 0 if trims else self._commits
         dropped = list[CommitName]()
 
         def delete() -> None:
             if last is None or (needs_room and not retains):
-                collect(self._store, View.of(self._store).catalogue, trims=trims)
-                return
-            attempt, keep, view = last
-            # RunError if another run, or an older copy, is in its place: all of it is garbage to this view.
-            newest, pinned = View.of(self._store, view.catalogue), self._pinned_now()
-            if retains and newest.attempt == attempt:
-                in_use = frozenset() if pinned is None else frozenset([pinned.id])
-                newest, gone = retain(newest, keep, in_use)
-                dropped.extend(gone)
-            collect(self._store, newest.catalogue, trims=trims)
+                newest = View.of(self._store)
+            else:
+                attempt, keep, view = last
+                # RunError if another run, or an older copy, is in its place: all of it is garbage to this
+                # view.
+                newest, pinned = View.of(self._store, view.catalogue), self._pinned_now()
+                if retains and newest.attempt == attempt:
+                    in_use = frozenset() if pinned is None else frozenset([pinned.id])
+                    newest, gone = retain(newest, keep, in_use)
+                    dropped.extend(gone)
+            collect(self._store, newest.catalogue, before, trims=trims)
+            self._collected = newest.catalogue
 
         def done(failed: BaseException | None) -> None:
             attempt = None if last is None else last[0]

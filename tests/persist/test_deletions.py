@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from flashckpt.commit.commit_step import collect
 from flashckpt.commit.view import View
 from flashckpt.format.names import AttemptName, CommitName
 from flashckpt.options import Keep
@@ -17,6 +18,7 @@ from flashckpt.persist.deletions import Deletions
 from flashckpt.persist.ledger import Ledger
 from flashckpt.store.local import LocalStore, System
 from flashckpt.threads import Worker
+from tests.catalogue.snapshots import files_of
 from tests.commit.runs import attempt_at, commit, folder_of, name_of, publish
 from tests.persist.node import visible_steps
 from tests.run_view import snapshots
@@ -62,9 +64,11 @@ def run(deletions: Deletions) -> None:
     assert not deletions.is_pending, "it is not tried without end"
 
 
-def saved(deletions: Deletions, store: LocalStore, step: int, attempt: AttemptName, keep: Keep = ALL) -> None:
+def saved(
+    deletions: Deletions, store: LocalStore, step: int, attempt: AttemptName, keep: Keep = ALL, **how: object
+) -> None:
     """Commit a step, and delete what is kept no longer."""
-    outcome = commit(store, step, attempt, keep=keep)
+    outcome = commit(store, step, attempt, keep=keep, **how)
     assert outcome
     deletions.committed(name_of(step, attempt), keep, outcome.view, outcome.dropped)
     run(deletions)
@@ -114,6 +118,31 @@ def test_what_a_commit_has_dropped_goes_with_all_that_is_older_and_uncommitted(
         publish(store, step + 5, attempt)
     assert boundaries(store) == [30, 40, 45], "45 may still be committed"
     assert deletions.counts == [("pruned", 1), ("pruned", 1)]
+
+
+def test_a_commit_frees_all_that_it_has_made_garbage_and_what_is_late_goes_from_time_to_time(
+    store: LocalStore, deletions: Counted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of each attempt: steps, unfinished snapshots, and the frozen files that the last step gives up."""
+    monkeypatch.setattr(deletions_module, "_COMMITS_BETWEEN", 10)
+    first = attempt_at(store)
+    for step in (1, 2):
+        saved(deletions, store, step, first, TWO, constants=True)
+    second = attempt_at(store, name_of(2, first))
+    saved(deletions, store, 3, second, TWO, constants=True)
+    late = f"data/{first}/{first}.{9:020d}/rank-00000-5f2c0a1b.safetensors"
+    store.create(late, b"a keeper of the attempt before has just written it")
+    for step in range(4, 9):
+        publish(store, 10 * step - 5, second)
+        saved(deletions, store, 10 * step, second, TWO, constants=step < 6)
+        left = files_of(store, "data")
+        collect(store, View.of(store).catalogue)
+        assert set(left) - set(files_of(store, "data")) <= {late}, "nothing else was left"
+        store.create(late, b"and again")
+    assert visible_steps(store) == [70, 80]
+    for step, is_left in ((90, True), (100, False)):
+        saved(deletions, store, step, second, TWO)
+        assert store.exists(late) is is_left
 
 
 def test_retention_is_applied_where_the_commit_was_another_keepers(

@@ -108,9 +108,10 @@ def test_a_commit_and_the_deletion_of_an_old_step(run: Counted, tmp_path: Path) 
     assert saved.total() == 8, "six, and two for what retention counts"
     assert deleted == {
         "list catalogue": 1,  # it is still this run
-        "list data": 3,  # writers, their folders, and what is in that of the old step
+        "list data": 2,  # the folders of this attempt, and what is in that of the old step
         "delete": 1,
     }
+    assert deleted.total() == 4
 
 
 def test_simultaneous_ledger_lines_are_one_request(run: Counted) -> None:
