@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -101,6 +102,29 @@ def test_a_base_that_no_checkpoint_names_is_never_named(store: LocalStore, attem
     runs.commit(store, 200, attempt)
     collect(store, View.of(store).catalogue)
     assert commits(store) == [name_of(200, attempt)]
+
+
+class AtOnce(LocalStore):
+    """Gives no head of a part before so many of them are asked for."""
+
+    def __init__(self, url: str, heads: int) -> None:
+        super().__init__(url)
+        self._all = threading.Barrier(heads, timeout=240)
+
+    def read_bytes(self, path: str, offset: int, num_bytes: int) -> bytes:
+        self._all.wait()
+        return super().read_bytes(path, offset, num_bytes)
+
+
+def test_heads_of_parts_of_many_nodes_are_read_together(store: LocalStore, attempt: AttemptName) -> None:
+    """One after the other, those of thousands would take minutes."""
+    nodes = commit_step._AT_ONCE
+    for rank in range(nodes):
+        publish(store, 100, attempt, ranks=(rank,), world=nodes)
+    view = View.of(AtOnce(store.url, nodes))
+    folder = folder_of(store, name_of(100, attempt).id)
+    assert commit_step.commit(view, folder, KEEP_ALL, is_of_many=True)
+    assert commits(store) == [name_of(100, attempt)]
 
 
 def test_parts_must_cover_every_rank_once(store: LocalStore, attempt: AttemptName) -> None:
