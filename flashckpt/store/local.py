@@ -488,8 +488,8 @@ class System:
         try:
             os.fsync(folder)
         except OSError as error:
-            # A file system that cannot sync folders answers EINVAL.
-            if error.errno != errno.EINVAL:
+            # A file system that cannot sync folders.
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):
                 raise
 
     def link(self, source: str, target: str, source_folder: int, target_folder: int) -> None:

@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 
 WRITE, SYNC, LINK, READ = 1, 2, 4, 8
-_MODES = {"well": 0, "fail": 1, "short": 2, "slow": 3, "hang": 4}
+_MODES = {"well": 0, "fail": 1, "short": 2, "slow": 3, "hang": 4, "refuse": 5}
 
 
 class Faults:
-    """What the shim does from now on to the calls of a keeper on files below a folder."""
+    """What the shim does from now on to the calls of a keeper on files below a folder. "refuse": only to
+    those on folders, with the error `micros`."""
 
     def __init__(self, page: mmap.mmap) -> None:
         self._page = page

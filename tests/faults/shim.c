@@ -9,10 +9,11 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 enum call { WRITE = 1, SYNC = 2, LINK = 4, READ = 8 };
-enum mode { WELL = 0, FAIL = 1, SHORT = 2, SLOW = 3, HANG = 4 };
+enum mode { WELL = 0, FAIL = 1, SHORT = 2, SLOW = 3, HANG = 4, REFUSE = 5 };
 
 struct control {
     _Atomic unsigned mode, calls, micros, hits;
@@ -40,11 +41,17 @@ static int concerns(int file) {
     return strncmp(path, folder, strlen(folder)) == 0;
 }
 
+static int is_folder(int file) {
+    struct stat status;
+    return fstat(file, &status) == 0 && S_ISDIR(status.st_mode);
+}
+
 /* What is to happen to this call. Does the waiting itself. */
 static unsigned struck(enum call call, int file) {
     struct control* page = control();
     unsigned mode = page->mode;
     if (mode == WELL || !(page->calls & call) || !concerns(file)) return WELL;
+    if (mode == REFUSE && !is_folder(file)) return WELL;
     page->hits++;
     if (mode == SLOW) usleep(page->micros);
     while (mode == HANG && page->mode == HANG) usleep(1000);
@@ -84,9 +91,9 @@ ssize_t pread(int file, void* data, size_t count, off_t offset) { return read_at
 ssize_t pread64(int file, void* data, size_t count, off_t offset) { return read_at(file, data, count, offset); }
 
 static int failed(enum call call, int file) {
-    if (struck(call, file) != FAIL) return 0;
-    errno = EIO;
-    return 1;
+    unsigned mode = struck(call, file);
+    errno = mode == REFUSE ? (int)control()->micros : EIO;
+    return mode == FAIL || mode == REFUSE;
 }
 
 int fsync(int file) { return failed(SYNC, file) ? -1 : REAL(fsync)(file); }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 from pathlib import Path
@@ -31,6 +32,22 @@ def test_an_io_error(calls: int, tmp_path: Path, faults: Faults) -> None:
         trained.goes_on()
         # It tries again and again: between two tries nothing lies about.
         until(lambda: not shards_without_a_part(tmp_path / "run"), "what was begun to be removed")
+        faults.become("well")
+        trained.recovers()
+
+
+def test_a_file_system_that_cannot_sync_folders(tmp_path: Path, faults: Faults) -> None:
+    """As some on a network: it is used all the same."""
+    with training(tmp_path / "run") as trained:
+        for code in (errno.EINVAL, errno.ENOTSUP):
+            before = faults.hits
+            faults.become("refuse", SYNC, code)
+            trained.recovers()
+            assert faults.hits > before + 3
+        faults.become("refuse", SYNC, errno.EIO)
+        trained.save()
+        with pytest.raises(PersistError, match="Input/output error"):
+            trained.checkpointer.wait()
         faults.become("well")
         trained.recovers()
 
