@@ -10,9 +10,12 @@ from typing import Any
 
 import pytest
 
+from flashckpt.format.manifest import MAX_FILE_BYTES
+from flashckpt.format.records import CHUNK_BYTES
+from flashckpt.store import objects
 from flashckpt.store.base import Entry, Store
 from flashckpt.store.compressed_file import Codec, write_compressed
-from flashckpt.store.objects import COMPRESSED_PART_BYTES, ObjectStore
+from flashckpt.store.objects import COMPRESSED_PART_BYTES, PART_BYTES, ObjectStore, _part_bytes
 from flashckpt.store.obstore_client import ObstoreClient
 from flashckpt.store.read_plan import read_shard
 from tests.contracts.store_contract import SHARD, OneProcessContract, Shard, StoreContract, shard
@@ -24,6 +27,18 @@ __all__ = ["shard"]
 pytestmark = pytest.mark.process
 
 
+def test_no_upload_has_more_parts_than_a_server_takes() -> None:
+    """Also of the longest file that a run has; and no part is larger than it need be."""
+    most = 10_000
+    for usual in (PART_BYTES, COMPRESSED_PART_BYTES):
+        for num_bytes in (1, usual, most * usual, most * usual + 1, 5 << 40, (5 << 40) - 1, MAX_FILE_BYTES):
+            part_bytes = _part_bytes(num_bytes, usual)
+            assert part_bytes % CHUNK_BYTES == 0, "each chunk is summed in one piece"
+            assert -(-num_bytes // part_bytes) <= most
+            assert part_bytes == usual or -(-num_bytes // (part_bytes - CHUNK_BYTES)) > most
+        assert _part_bytes(50 * 10**12, usual) <= 5 << 30, "the largest part of the largest object of S3"
+
+
 def opened(url: str, options: dict[str, Any]) -> ObjectStore:
     return ObjectStore(ObstoreClient(url, options))
 
@@ -32,6 +47,17 @@ class TestS3Store(StoreContract):
     @pytest.fixture
     def opener(self, s3_server: S3Server, bucket: str) -> Callable[[], Store]:
         return partial(opened, f"s3://{bucket}/runs/one", s3_server.options())
+
+    def test_parts_of_a_shard_grow_where_they_would_be_too_many(
+        self, opener: Callable[[], Store], boto: Any, bucket: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(objects, "_MOST_PARTS", 3)
+        store, large = opener(), Shard(num_rows=8_000)
+        assert large.layout.num_bytes > 3 * PART_BYTES
+        written = store.write_shard(SHARD, large.layout, large.region)
+        assert written.checksums == large.contents.shard.checksums
+        assert not read_shard(store, SHARD, large.contents, None).bad_chunks
+        assert boto.head_object(Bucket=bucket, Key=f"runs/one/{SHARD}")["ETag"].endswith('-3"')
 
     def test_a_compressed_shard_is_uploaded_in_parts(
         self, opener: Callable[[], Store], boto: Any, bucket: str, monkeypatch: pytest.MonkeyPatch
