@@ -164,18 +164,30 @@ class ObjectStore:
 
     def check(self) -> None:
         """Create a probe twice: some servers ignore the condition of a creation, so two processes could
-        commit one step."""
+        commit one step. List it: some list late, so a start could miss the newest step."""
         key = f"probe-{secrets.token_hex(8)}"
         try:
             # The first answer proves nothing, since a request may be sent twice.
             self._client.put(key, memoryview(b"1"), is_new=True)
-            if self._client.put(key, memoryview(b"2"), is_new=True) or self.read(key, 1) != b"1":
+            is_new = self._client.put(key, memoryview(b"22"), is_new=True)
+            listed = self.list("")
+            probe = next((each for each in listed if each.name == key), None)
+            if is_new or (probe is not None and probe.num_bytes != 1):
                 raise RunError(
                     f"{self.url}: this server overwrites an existing object at creation (it ignores the "
                     "condition, If-None-Match on S3), so a commit there could overwrite another process's "
                     "commit. Nothing was changed. Use another storage for the run.",
                     path=self.url,
                 )
+            if probe is None:
+                raise RunError(
+                    f"{self.url}: this server does not list an object that it has just created, so a start "
+                    "could miss the newest step and resume an older one. Nothing was changed. Use another "
+                    "storage for the run.",
+                    path=self.url,
+                )
+            if len(listed) == 1:  # a start of a run that is there reads its catalogue
+                self.read(key, 1)
         finally:
             self._remove_probe(key)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import re
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -11,11 +12,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-Fault = Literal["", "lose answer", "refuse", "conflict", "cut", "overwrite", "spoil"]
+Fault = Literal["", "lose answer", "refuse", "conflict", "cut", "overwrite", "spoil", "hide"]
 """Of one request: "lose answer" forwards it and closes the connection; "refuse" answers 503 and forwards
 nothing; "conflict" does the same with the 409 of S3 while another creation is under way; "cut" closes the
 connection and forwards nothing; "overwrite" says that what exists was created, as a server that ignores the
-condition does; "spoil" answers with one bit of the body turned over."""
+condition does; "spoil" answers with one bit of the body turned over; "hide" lists no object, as one does that
+has not noticed its creation yet."""
 
 _NOT_FORWARDED = {"transfer-encoding", "connection", "content-length"}
 
@@ -88,6 +90,8 @@ class _Handler(BaseHTTPRequestHandler):
                 return
             if fault == "overwrite" and status == 412:
                 status, headers, data = 200, {"ETag": '"0"'}, b""
+            if fault == "hide":
+                data = re.sub(rb"<Contents>.*?</Contents>", b"", data, flags=re.DOTALL)
             if fault == "spoil":
                 middle = len(data) // 2
                 data = data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]

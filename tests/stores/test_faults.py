@@ -164,6 +164,16 @@ def test_the_check_of_a_server_that_loses_answers_or_overwrites(store: ObjectSto
     assert [entry.name for entry in store.list("")] == ["catalogue"], "it has cleared up"
 
 
+def test_the_check_of_a_server_that_lists_late(store: ObjectStore, proxy: Proxy) -> None:
+    """Its newest version would be missed."""
+    proxy.fault = lambda request: "hide" if "list-type" in request.path else ""
+    with pytest.raises(RunError, match="does not list"):
+        run_view.make(store)
+    proxy.fault = lambda request: ""
+    assert store.list("") == [], "it has cleared up, and begun nothing"
+    run_view.make(store)
+
+
 def test_a_conflict_is_no_proof_that_a_name_is_taken(
     store: ObjectStore, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -346,6 +356,20 @@ def test_a_missing_right_to_delete_is_reported_before_a_run_begins(
     with pytest.raises(PermissionError, match="these credentials may not do that"):
         store.remove_files(["catalogue/000000001", "catalogue/other"])
     assert store.exists("catalogue/000000001")
+
+
+def test_a_missing_right_to_read_is_reported_before_a_run_begins(
+    ceph_server: CephServer, boto: Any, bucket: str
+) -> None:
+    """A start of a fresh run reads no other file."""
+    denied = {"Effect": "Deny", "Principal": "*", "Action": ["s3:GetObject"]}
+    statement = {**denied, "Resource": [f"arn:aws:s3:::{bucket}/*"]}
+    policy = json.dumps({"Version": "2012-10-17", "Statement": [statement]})
+    boto.put_bucket_policy(Bucket=bucket, Policy=policy)
+    store = opened(f"s3://{bucket}/run", ceph_server)
+    with pytest.raises(PermissionError, match="these credentials may not do that"):
+        run_view.make(store)
+    assert store.list("") == []
 
 
 @pytest.mark.every_set
