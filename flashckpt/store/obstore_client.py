@@ -301,9 +301,23 @@ def _one_host(endpoint: str, options: Mapping[str, Any]) -> dict[str, str]:
     return {"proxy_url": f"http://{_DEAD_PROXY}", "proxy_excludes": host}
 
 
+_used_in = 0
+"""The process that sent the first request: the client's threads, which it has started, are in no other."""
+
+
 @contextmanager
 def _translated(key: str, url: str, *, writes: bool = False) -> Iterator[None]:
-    """Translate obstore's errors into those of ObjectClient."""
+    """Translate obstore's errors into those of ObjectClient. OSError in a forked child, where a request would
+    never end."""
+    global _used_in
+    _used_in = _used_in or os.getpid()
+    if _used_in != os.getpid():
+        why = (
+            f"process {os.getpid()} was forked from one that has used object storage, and cannot use it: the "
+            'threads of its client are not there. Nothing was read or changed. Start it by "spawn" or '
+            '"forkserver" (multiprocessing.get_context, DataLoader(multiprocessing_context="spawn"))'
+        )
+        raise OSError(errno.EREMOTEIO, why, key)
     try:
         yield
     except Exception as error:
