@@ -31,6 +31,12 @@ from flashckpt.store.base import Store
 
 Record = StepRecord
 Report = _verification.Report
+# As the package has them, with their docstrings.
+assets = _assets.read_assets
+read = read_step
+steps = lineage.steps
+this_host = lineage.this_host
+verify = _verification.verify
 
 # ---- what is there
 
@@ -54,16 +60,6 @@ def damaged(store: Store) -> list[CommitName]:
 def resumed(store: Store) -> CommitName:
     """The checkpoint that a start would resume."""
     return lineage.next_start(View.of(store)).candidates[0].name
-
-
-def read(store: Store, name: CommitName) -> Record:
-    """The record of a checkpoint."""
-    return read_step(store, name)
-
-
-def verify(store: Store) -> Report:
-    """Read all bytes of all checkpoints."""
-    return _verification.verify(store)
 
 
 def attempts(store: Store) -> list[AttemptName]:
@@ -108,21 +104,6 @@ def signs_of_life(store: Store, attempt: AttemptName) -> int | None:
     """How many signs of life an attempt has given, None if that cannot be read."""
     alive = _attempts.alive(store, attempt)
     return None if alive is None else alive.count
-
-
-def steps(store: Store) -> list[int]:
-    """The step numbers of the visible checkpoints, oldest first, each once."""
-    return lineage.steps(store)
-
-
-def this_host() -> str:
-    """The name of this machine in the records of verifications that failed."""
-    return lineage.this_host()
-
-
-def assets(store: Store) -> dict[str, bytes]:
-    """The assets of a run, by name."""
-    return _assets.read_assets(store)
 
 
 def folder_of(store: Store, id: SnapshotId) -> str:
