@@ -55,9 +55,11 @@ class Job:
         cache: Path | None = None,
     ) -> None:
         self.zygote, self.runtime, self.reference = zygote, runtime, reference
-        self.run, self._folder, self._url, self._cache = folder / "run", folder, url, cache
+        self.run, self._folder, self._cache = folder / "run", folder, cache
+        self.url = url or str(self.run)
         self.lives = 0
-        self._pid = self._pidfd = -1
+        # `trainer`: the pid of the living trainer, -1 where there is none.
+        self.trainer = self._pidfd = -1
         # What the next life must go on from at least, and at most.
         self._floor = self._ceiling = 0
         self._expected_life = 1
@@ -65,10 +67,6 @@ class Job:
         self._done, self._steady = 0, False
 
     # ---- lives
-
-    @property
-    def url(self) -> str:
-        return self._url or str(self.run)
 
     @property
     def log(self) -> Path:
@@ -81,17 +79,12 @@ class Job:
             return (self._folder / "stderr").read_text()
         return ""
 
-    @property
-    def trainer(self) -> int:
-        """The pid of the living trainer, -1 where there is none."""
-        return self._pid
-
     def keepers(self) -> list[int]:
         return keepers_of(self.runtime)
 
     def start(self, *, armed: str = "", **how: object) -> None:
         """A new life. armed: a crash point, for it and for the keepers that it starts."""
-        assert self._pid < 0
+        assert self.trainer < 0
         self.lives += 1
         environment = {
             **os.environ,
@@ -109,8 +102,8 @@ class Job:
             self._process = self.zygote.start(
                 program, stdin=DEVNULL, stdout=said, stderr=said, env=environment
             )
-        self._pid = self._process.pid
-        self._pidfd = os.pidfd_open(self._pid)
+        self.trainer = self._process.pid
+        self._pidfd = os.pidfd_open(self.trainer)
 
     def ended(self, timeout_s: float = 0.0) -> bool:
         """Whether the trainer has ended by now, or does within the time."""
@@ -120,14 +113,14 @@ class Job:
         """The exit status of the trainer that has ended; its life is over with it."""
         status = self._process.wait()
         os.close(self._pidfd)
-        self._pid = self._pidfd = -1
+        self.trainer = self._pidfd = -1
         return status
 
     def lives_on(self) -> bool:
-        return self._pid > 0 and not self.ended()
+        return self.trainer > 0 and not self.ended()
 
     def kill_trainer_if_alive(self) -> None:
-        if self._pid > 0:
+        if self.trainer > 0:
             self.kill_trainer()
 
     def stands_at(self, step: int) -> bool:
@@ -141,7 +134,7 @@ class Job:
 
     def stopped(self) -> int | None:
         """The pid of a process of this run that has stopped itself, None where none has."""
-        return next((pid for pid in (self._pid, *self.keepers()) if pid > 0 and is_stopped(pid)), None)
+        return next((pid for pid in (self.trainer, *self.keepers()) if pid > 0 and is_stopped(pid)), None)
 
     def let_go_on(self) -> None:
         """Whoever has stopped itself goes on: a keeper that a trainer starts anew is armed as well."""
@@ -302,7 +295,7 @@ class Job:
     def finish(self) -> list[str]:
         """Train to the end, wait until the keeper has left, and look at what remains. After the end of a
         life whose keeper was killed nobody may be there to clear up: the next life's keeper does."""
-        if self._pid < 0:
+        if self.trainer < 0:
             self.start()
         until(self._has_ended, "the end of the last life", LIMIT_S)
         status = self.status()

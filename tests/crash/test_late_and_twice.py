@@ -11,6 +11,7 @@ import pytest
 from flashckpt.store import open_store
 from tests import run_view
 from tests.crash.job import LIMIT_S, Job, none
+from tests.events import ledger
 from tests.waiting import until
 from tests.zygote import Zygote
 
@@ -35,15 +36,11 @@ def test_a_keeper_that_goes_on_after_its_step_was_pruned(
 
     job.runtime = runtime
     os.kill(late, signal.SIGCONT)
-    until(lambda: _ledger_names(job.run, "superseded"), "the late keeper's word", LIMIT_S)
+    until(lambda: "superseded" in [each.get("what") for each in ledger(job.run)], "its last word", LIMIT_S)
     none(job.faults())
     assert job.visible()[-1] == len(reference) - 1
     after = run_view.endings(open_store(str(job.run)))
     assert {attempt: after[attempt] for attempt in before} == before
-
-
-def _ledger_names(run: Path, what: str) -> bool:
-    return any(f'"what":"{what}"' in path.read_text() for path in (run / "events").glob("*.jsonl"))
 
 
 @pytest.mark.parametrize("first", ["one", "other"])
@@ -53,7 +50,7 @@ def test_two_jobs_race_for_one_claim(
     """One trains as if it were alone, the other is told who has the run."""
     (tmp_path / "other").mkdir()
     one, other = (Job(zygote, each, runtime, reference) for each in (tmp_path, tmp_path / "other"))
-    other.run = one.run
+    other.run, other.url = one.run, one.url
     for each in (one, other) if first == "one" else (other, one):
         each.start(hold=(5, str(tmp_path / "release")))
     until(lambda: not (one.lives_on() and other.lives_on()), "one of the two to be refused", LIMIT_S)
