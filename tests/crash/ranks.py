@@ -103,7 +103,7 @@ class RanksJob:
         self.run, self.said = folder / "run", folder / "stderr"
         self.world = nodes * each
         self.bases = [Path(tempfile.mkdtemp(prefix="flashckpt-test-", dir="/dev/shm")) for _ in range(nodes)]
-        self.node_ranks = [tuple(range(n * each, (n + 1) * each)) for n in range(nodes)]
+        self.node_ranks = [list(range(n * each, (n + 1) * each)) for n in range(nodes)]
         self.ranks: dict[int, Rank] = {}
         self.step = self.complete = self.committed = self.sealed = 0
         self.floor = self.ceiling = 0
@@ -125,13 +125,14 @@ class RanksJob:
             for rank in ranks:
                 self.ranks[rank] = Rank(self.bases[node], self.said, *armed.get(rank, ("", "")))
         about = {"world": self.world, "keep": 2, "linger_s": 600}
-        for rank in range(self.world):
-            options = {**about, "kib": 16 + rank, "rank": rank, "ranks": self._ranks_beside(rank)}
-            join = {"join": self.attempt} if rank else {}
-            self.ranks[rank].ask("attach", str(self.run), str(self._base_of(rank)), {**options, **join})
-            if rank == 0:
-                self.attempt = self.ranks[0].answer()
-                self.number = int(self.attempt.partition("-")[0])
+        for base, ranks in zip(self.bases, self.node_ranks, strict=True):
+            for rank in ranks:
+                options = {**about, "kib": 16 + rank, "rank": rank, "ranks": ranks}
+                join = {"join": self.attempt} if rank else {}
+                self.ranks[rank].ask("attach", str(self.run), str(base), {**options, **join})
+                if rank == 0:
+                    self.attempt = self.ranks[0].answer()
+                    self.number = int(self.attempt.partition("-")[0])
         self._answers(range(1, self.world))
         found = self._chosen()
         faults = self._judge(found)
@@ -173,12 +174,6 @@ class RanksJob:
                 words.append(f"{each.name}: {each.read_text(errors='replace')[-3000:]}")
         lines = sorted(ledger(self.run), key=lambda line: float(line["time"]))
         return "\n".join([*words, *map(json.dumps, lines[-_LINES:])])
-
-    def _ranks_beside(self, rank: int) -> list[int]:
-        return list(next(ranks for ranks in self.node_ranks if rank in ranks))
-
-    def _base_of(self, rank: int) -> Path:
-        return next(b for b, ranks in zip(self.bases, self.node_ranks, strict=True) if rank in ranks)
 
     def _answers(self, ranks: Collection[int]) -> list[Any]:
         if not all(rank in self.ranks for rank in ranks):
