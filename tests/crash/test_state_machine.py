@@ -15,12 +15,7 @@ from unittest import mock
 
 import hypothesis.strategies as st
 from hypothesis import settings
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    invariant,
-    precondition,
-    rule,
-)
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 import flashckpt
 from flashckpt.commit import commit_step, lineage, steps
@@ -243,20 +238,17 @@ class Life(RuleBasedStateMachine):
     def _load(self) -> CommitName | None:
         """A resume's rule: candidates in their order, each verified whole before it is taken."""
         for each in [each.name for each in lineage.next_start(View.of(self.store)).candidates]:
+            refusal = ""
             try:
                 leaves = flashckpt.load(self.path, each.step)
             except (DamagedError, NoSuchStepError) as error:
-                self._believe(each in self.damaged, f"{each} does not load: {error}")
-                lineage.quarantine(self.store, each, lineage.this_host(), str(error))
-                continue
-            assert each not in self.damaged, "damage reached a tensor"
-            assert leaves["optimizer.step"].item() == each.step
-            return each
+                refusal = str(error)
+                lineage.quarantine(self.store, each, lineage.this_host(), refusal)
+            assert bool(refusal) == (each in self.damaged), refusal or "damage reached a tensor"
+            if not refusal:
+                assert leaves["optimizer.step"].item() == each.step
+                return each
         return None
-
-    @staticmethod
-    def _believe(truth: bool, otherwise: str) -> None:
-        assert truth, otherwise
 
     def _go_on(self, best: CommitName | None) -> None:
         self.attempt = attempt_at(self.store, best)
