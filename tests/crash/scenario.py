@@ -20,7 +20,7 @@ from tests.commit.runs import attempt_at, folder_of, half_steps, is_whole, name_
 
 KEEP = Keep(last=2)
 
-# What the run says of itself as it goes on: ("begun" | "committed" | "may go", step).
+# What the run says of itself as it goes on: ("begun" | "committed" | "may go" | "gone", step).
 Say = Callable[[str, int], None]
 
 
@@ -65,11 +65,9 @@ class Expected:
             self.may.add(step)
         elif what == "committed":
             self.must.add(step)
-            self.may.add(step)
-        elif what == "may go":
+        else:
             self.must.discard(step)
-        elif what == "gone":
-            self.must.discard(step)
+        if what == "gone":
             self.may.discard(step)
 
     def faults(self, path: str, *, go_on: bool = True) -> list[str]:
