@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import socket
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,16 +35,12 @@ def begin() -> None:
 
 def transformers(job: Job) -> dict[str, Any]:
     begin()
-    is_cpu = job.options["device"] == "cpu"
-
-    def make(folder: Path) -> Trainer:
-        layers = {"version": 2, "transformer_layer_cls_to_wrap": ["GPT2Block"]}
-        args = arguments(
-            folder, use_cpu=is_cpu, fsdp="full_shard", fsdp_config=layers, gradient_accumulation_steps=2
-        )
-        return Trainer(model(), args, train_dataset=Sentences(40))
-
-    return train_hf(job, make)
+    layers = {"version": 2, "transformer_layer_cls_to_wrap": ["GPT2Block"]}
+    args = arguments(
+        job.folder, use_cpu=job.options["device"] == "cpu", fsdp="full_shard", fsdp_config=layers,
+        gradient_accumulation_steps=2,
+    )  # fmt: skip
+    return train_hf(job, Trainer(model(), args, train_dataset=Sentences(40)))
 
 
 class _Sharded(Model):

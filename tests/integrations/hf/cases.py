@@ -50,7 +50,6 @@ from tests.integrations.job import (
 from tests.waiting import until
 
 Make = Callable[[Path], Trainer]
-Case = Callable[[Job], dict[str, Any]]
 
 WORDS = 24
 # Of logged values, those that are times.
@@ -284,9 +283,8 @@ def without_times(logs: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in logs.items() if not any(part in name for part in TIMES)}
 
 
-def train(job: Job, make: Make, **more: Any) -> dict[str, Any]:
+def train(job: Job, trainer: Trainer, **more: Any) -> dict[str, Any]:
     """One attempt. Options of the job: `every`."""
-    trainer = make(job.folder)
     trainer.add_callback(Moments(job))
     job.moments_in(trainer, "_save_optimizer_and_scheduler", SAVE)
     job.moments_in(trainer, "_run_epoch", EPOCH_END, after=True)
@@ -327,8 +325,8 @@ def exportable(trainer: Trainer) -> list[ExportableState]:
     return [c for c in trainer.callback_handler.callbacks if isinstance(c, ExportableState)]
 
 
-def case_of(make: Make) -> Case:
-    return lambda job: train(job, make)
+def case_of(make: Make) -> Callable[[Job], dict[str, Any]]:
+    return lambda job: train(job, make(job.folder))
 
 
 def two_ranks(folder: Path) -> Trainer:
@@ -356,8 +354,6 @@ class Counts(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.count += 1
-        if control is not None:
-            moment("counted")
 
 
 class Seeing(Trainer):
@@ -406,32 +402,27 @@ def case_on_other_ranks(job: Job) -> dict[str, Any]:
             job.log(place, {"items": numbers.tolist()})
             return super().training_step(model, inputs, *others)
 
-    def make(folder: Path) -> Trainer:
-        args = arguments(
-            folder, gradient_accumulation_steps=2 // world, ddp_backend="gloo" if world > 1 else None
-        )
-        return Logs(model(), args, train_dataset=Numbered(), callbacks=[Commits(job)])
-
-    return train(job, make)
+    backend = "gloo" if world > 1 else None
+    args = arguments(job.folder, gradient_accumulation_steps=2 // world, ddp_backend=backend)
+    trainer = Logs(model(), args, train_dataset=Numbered(), callbacks=[Commits(job)])
+    return train(job, trainer)
 
 
 def case_of_steps(job: Job) -> dict[str, Any]:
-    def make(folder: Path) -> Trainer:
-        how = {"max_steps": int(job.options["steps"]), "lr_scheduler_type": "constant", "warmup_steps": 0}
-        return trainer_of(folder, Sentences(40), **how)
-
+    how = {"max_steps": int(job.options["steps"]), "lr_scheduler_type": "constant", "warmup_steps": 0}
+    record = train(job, trainer_of(job.folder, Sentences(40), **how))
     # Its last log is of each start.
-    return {name: value for name, value in train(job, make).items() if name not in ("history", "returned")}
+    return {name: value for name, value in record.items() if name not in ("history", "returned")}
 
 
 def case_from_initial(job: Job) -> dict[str, Any]:
-    return train(job, globals()[job.options["origin"]], initial=job.options["initial"])
+    make = globals()[job.options["origin"]]
+    return train(job, make(job.folder), initial=job.options["initial"])
 
 
 def case_noticed(job: Job) -> dict[str, Any]:
     notice = job.folder / "notice"
     notice.unlink(missing_ok=True)
-
     job.remember_checkpointer()
 
     class Notices(TrainerCallback):
@@ -440,27 +431,18 @@ def case_noticed(job: Job) -> dict[str, Any]:
                 notice.touch()
                 until(lambda: job._checkpointer.stopping, "the notice")
 
-    def make(folder: Path) -> Trainer:
-        trainer = accumulates_in_workers(folder)
-        trainer.add_callback(Notices())
-        return trainer
-
-    return train(job, make, options=flashckpt.Options(notice_file=str(notice)))
+    trainer = accumulates_in_workers(job.folder)
+    trainer.add_callback(Notices())
+    return train(job, trainer, options=flashckpt.Options(notice_file=str(notice)))
 
 
 def case_with_counters(job: Job) -> dict[str, Any]:
-    made: list[Any] = []
-
-    def make(folder: Path) -> Trainer:
-        counts = Counts()
-        counts.count = 0
-        trainer = Seeing(model(), arguments(folder), train_dataset=Sentences(40), callbacks=[counts])
-        trainer.seen = 0
-        made.extend([trainer, counts])
-        return trainer
-
-    record = train(job, make, own=job.options.get("own", ()))
-    return {**record, "counted": [made[0].seen, made[1].count]}
+    counts = Counts()
+    counts.count = 0
+    trainer = Seeing(model(), arguments(job.folder), train_dataset=Sentences(40), callbacks=[counts])
+    trainer.seen = 0
+    record = train(job, trainer, own=job.options.get("own", ()))
+    return {**record, "counted": [trainer.seen, counts.count]}
 
 
 def case_used_afterwards(job: Job) -> dict[str, Any]:
