@@ -6,11 +6,11 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import peft
+import pytest
 import torch
 import transformers
 from torch import distributed as dist
@@ -78,12 +78,9 @@ def loaded_from(out: Path, kind: Any = transformers.AutoModelForCausalLM) -> Any
     return model
 
 
-def raised(kind: type[FlashckptError], call: Callable[[], object]) -> str:
-    try:
-        call()
-    except kind as error:
-        return str(error)
-    raise AssertionError(f"no {kind.__name__}")
+def refuses(kind: type[FlashckptError], words: str, *arguments: Any, **options: Any) -> None:
+    with pytest.raises(kind, match=words):
+        export(*arguments, **options)
 
 
 def case_tied(home: Path) -> None:
@@ -103,7 +100,7 @@ def case_tied(home: Path) -> None:
     damaged = bytearray((home / "run" / "assets.json").read_bytes())
     damaged[len(damaged) // 2] ^= 1
     (home / "run" / "assets.json").write_bytes(damaged)
-    assert "assets.json" in raised(DamagedError, lambda: export(home / "run", home / "again"))
+    refuses(DamagedError, "assets.json", home / "run", home / "again")
     assert sorted(os.listdir(home)) == ["out", "run"]
 
 
@@ -168,42 +165,32 @@ def case_lora(home: Path) -> None:
     config = peft.PeftConfig.from_pretrained(out)
     assert config.init_lora_weights is True
     assert config.r == 2
-    assert "max_shard_size" in raised(
-        OptionError, lambda: export(home / "run", home / "o", max_shard_size="1GB")
-    )
+    refuses(OptionError, "max_shard_size", home / "run", home / "o", max_shard_size="1GB")
 
 
 def case_refusals(home: Path) -> None:
     run, out = home / "run", home / "out"
     model = trained(run, gpt2(), keep=False, other=nn.Linear(2, 2))
-    text = raised(OptionError, lambda: export(run, out))
-    assert "--config FOLDER" in text, text
     model.config.architectures = ["GPT2LMHeadModel"]
-    model.config.save_pretrained(home / "config")
-    text = raised(OptionError, lambda: export(run, out, config=home / "config"))
-    assert "has model, other" in text, text
-    raised(NoSuchStepError, lambda: export(run, out, 77, config=home / "config", only="model"))
-    text = raised(OptionError, lambda: export(run, out, config=home / "config", only="optimizer"))
-    assert "exports one module" in text, text
-    text = raised(MismatchError, lambda: export(run, out, config=home / "config", only="other"))
-    assert "does not match the model" in text, text
-    table = json.loads((home / "config" / "config.json").read_text())
-    (home / "unknown").mkdir()
-    (home / "unknown" / "config.json").write_text(json.dumps({**table, "model_type": "gpt77"}))
-    assert "does not know" in raised(
-        OptionError, lambda: export(run, out, config=home / "unknown", only="model")
-    )
-    (home / "unknown" / "config.json").write_text(json.dumps({**table, "architectures": ["MyModel"]}))
-    text = raised(OptionError, lambda: export(run, out, config=home / "unknown", only="model"))
-    assert "MyModel is not one of transformers" in text, text
+    known, unknown, foreign = (home / name for name in ("known", "unknown", "foreign"))
+    model.config.save_pretrained(known)
+    table = json.loads((known / "config.json").read_text())
+    for folder, change in ((unknown, {"model_type": "gpt77"}), (foreign, {"architectures": ["MyModel"]})):
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({**table, **change}))
+    refuses(OptionError, "--config FOLDER", run, out)
+    refuses(OptionError, "has model, other", run, out, config=known)
+    refuses(NoSuchStepError, "77", run, out, 77, config=known, only="model")
+    refuses(OptionError, "exports one module", run, out, config=known, only="optimizer")
+    refuses(MismatchError, "does not match the model", run, out, config=known, only="other")
+    refuses(OptionError, "does not know", run, out, config=unknown, only="model")
+    refuses(OptionError, "MyModel is not one of transformers", run, out, config=foreign, only="model")
     assert not out.exists()
     assert not [each for each in os.listdir(home) if each.endswith(".tmp")]
-    export(run, out, config=home / "unknown", only="model", model_class=transformers.GPT2LMHeadModel)
+    export(run, out, config=foreign, only="model", model_class=transformers.GPT2LMHeadModel)
     check_same(loaded_from(out), model.state_dict())
-    assert "is not empty" in raised(
-        OptionError, lambda: export(run, out, config=home / "config", only="model")
-    )
-    export(run, out, config=home / "config", only="model", force=True)
+    refuses(OptionError, "is not empty", run, out, config=known, only="model")
+    export(run, out, config=known, only="model", force=True)
     assert (out / LIST).exists()
 
 
@@ -212,7 +199,7 @@ def case_untied(home: Path) -> None:
     model = gpt2()
     model.lm_head.weight = nn.Parameter(torch.randn(64, 16))
     trained(home / "run", model)
-    assert "ties" in raised(MismatchError, lambda: export(home / "run", home / "out"))
+    refuses(MismatchError, "ties", home / "run", home / "out")
     assert not (home / "out").exists()
 
 
