@@ -98,12 +98,3 @@ def test_a_run_of_another_loop_is_refused(accelerator: Any, tmp_path: Path, runt
         plain.step()
     with pytest.raises(MismatchError, match=r"a loop of the program, and flashckpt\.accelerate"):
         attach(accelerator, tmp_path / "run")
-
-
-@pytest.mark.process
-def test_switched_off_it_returns_the_loops_unchanged(accelerator: Any, tmp_path: Path) -> None:
-    model, loader = accelerator.prepare(torch.nn.Linear(1, 1), DataLoader(torch.ones(8, 1), 4))
-    with attach(accelerator, tmp_path / "run", enabled=False) as run:
-        given = [model(batch) for _ in run.epochs(2) for batch in run.batches(loader)]
-    assert len(given) == 4
-    assert not (tmp_path / "run").exists()

@@ -28,7 +28,7 @@ def refuses(job: Job, trainer: Any, match: str, **more: Any) -> None:
     assert not (job.folder / "run").exists()
 
 
-def trainers(job: Job) -> dict[str, Any]:
+def trainers(job: Job) -> None:
     refuses(job, torch.nn.Linear(1, 1), r"transformers\.Trainer, not a Linear")
     refuses(job, trainer_of(job, auto_find_batch_size=True), "auto_find_batch_size")
     deepspeed = trainer_of(job)
@@ -51,10 +51,9 @@ def trainers(job: Job) -> dict[str, Any]:
 
     refuses(job, Other(model(), arguments(job.folder)), "Other has its own _inner_training_loop")
     refuses(job, trainer_of(job), "own='nothing'", own=("nothing",))
-    return {}
 
 
-def replaced_modules(job: Job) -> dict[str, Any]:
+def replaced_modules(job: Job) -> None:
     """A module that takes the place of the one that is attached would not be saved."""
 
     class Replaces(TrainerCallback):
@@ -68,14 +67,13 @@ def replaced_modules(job: Job) -> dict[str, Any]:
     trainer.add_callback(Replaces())
     with pytest.raises(flashckpt.OptionError, match="A callback made Replaces-net"):
         flashckpt.transformers.train(trainer, f"{job.run}-replaced")
-    return {}
 
 
 def _other_signature(self: Any, iterator: Any, number: int) -> None:
     """As a release to come might have it."""
 
 
-def releases(job: Job) -> dict[str, Any]:
+def releases(job: Job) -> None:
     trainer = trainer_of(job)
     with mock.patch.object(Trainer, "get_batch_samples", _other_signature):
         refuses(job, trainer, r"get_batch_samples of .* takes \(self, iterator, number\)")
@@ -83,18 +81,6 @@ def releases(job: Job) -> dict[str, Any]:
     del Trainer._load_scaler
     refuses(job, trainer, r"Trainer\._load_scaler of .* is missing")
     Trainer._load_scaler = theirs
-    return {}
-
-
-def other_integrations(job: Job) -> dict[str, Any]:
-    """A run of train() is not attached by a loop of the program, nor the other way round."""
-    net = torch.nn.Linear(1, 1)
-    with flashckpt.attach(job.run, every=1, model=net) as checkpointer:
-        for _ in checkpointer.batches([1]):
-            net(torch.ones(1)).backward()
-    with pytest.raises(flashckpt.FlashckptError, match=r"loop of the program|not alike|differs"):
-        flashckpt.transformers.train(trainer_of(job), job.run)
-    return {}
 
 
 def names(job: Job) -> dict[str, Any]:
@@ -110,6 +96,6 @@ def names(job: Job) -> dict[str, Any]:
 
 
 def all_of_it(job: Job) -> dict[str, Any]:
-    for each in (trainers, releases, names, replaced_modules, other_integrations):
-        assert each(job) == {}
-    return {}
+    for each in (trainers, releases, replaced_modules):
+        each(job)
+    return names(job)
