@@ -7,8 +7,10 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as lp
+import pytest
 import torch
 import torchmetrics
 from lightning.pytorch.callbacks import (
@@ -494,42 +496,41 @@ def names(job: Job) -> Any:
 
 
 def refused(job: Job) -> Any:
-    """The message of each refusal, by name."""
-    found: dict[str, str] = {}
+    """Each refusal has its message, and starts nothing."""
 
     class Iterates(Model):
         def training_step(self, dataloader_iter: Any) -> Any:
             return None
 
-    def attempt(name: str, *callbacks: Callback, model: Any = None, how: Any = None, **named: Any) -> None:
-        checkpoint = flashckpt.lightning.Checkpoint(f"{job.run}-{name}", every=1, **named)
-        trainer = trainer_of(job, [*callbacks, checkpoint], max_epochs=1)
-        try:
-            trainer.fit(Model(rows()) if model is None else model, **(how or {}))
-        except Exception as error:
-            made = os.path.exists(f"{job.run}-{name}")
-            found[name] = f"{type(error).__name__}: {error} {'Made a run.' if made else ''}"
-
     theirs = job.folder / "theirs.ckpt"
     trainer = trainer_of(job, [], max_epochs=1)
     trainer.fit(Model(rows()))
     trainer.save_checkpoint(theirs)
-    attempt("two", flashckpt.lightning.Checkpoint(f"{job.run}-two"))
-    attempt("ckpt_path", how={"ckpt_path": theirs, "weights_only": False})
-    attempt("swa", StochasticWeightAveraging(1e-3))
-    attempt("dataloader_iter", model=Iterates(rows()))
-    attempt("own", own=("Missing.count",))
-    attempt("option", colour="red")
-    attempt("sequential", model=Model(lambda: CombinedLoader([rows()(), rows()()], "sequential")))
+
+    def refuses(words: str, *callbacks: Callback, model: Any = None, how: Any = None, **named: Any) -> None:
+        def start() -> None:
+            checkpoint = flashckpt.lightning.Checkpoint(job.run, every=1, **named)
+            trainer = trainer_of(job, [*callbacks, checkpoint], max_epochs=1)
+            trainer.fit(model or Model(rows()), **(how or {}))
+
+        with pytest.raises(flashckpt.OptionError, match=words) as error:
+            start()
+        assert "Nothing was started" in str(error.value)
+        assert not os.path.exists(job.run)
+
+    refuses("two callbacks", flashckpt.lightning.Checkpoint(job.run))
+    refuses("load_from_checkpoint before fit", how={"ckpt_path": theirs, "weights_only": False})
+    refuses("StochasticWeightAveraging: it replaces the schedulers", StochasticWeightAveraging(1e-3))
+    refuses("training_step draws batches itself", model=Iterates(rows()))
+    refuses("own= names Missing", own=("Missing.count",))
+    refuses("no option colour", colour="red")
 
     def on_advance_end(self: Any, data_fetcher: Any, more: Any = None) -> None:
         """Another release's."""
 
-    loop = type(trainer.fit_loop.epoch_loop)
-    original, loop.on_advance_end = loop.on_advance_end, on_advance_end
-    try:
-        flashckpt.lightning.Checkpoint(job.run)
-    except Exception as error:
-        found["signature"] = f"{type(error).__name__}: {error}"
-    loop.on_advance_end = original
-    return found
+    with mock.patch.object(type(trainer.fit_loop.epoch_loop), "on_advance_end", on_advance_end):
+        refuses(r"epoch_loop takes \(self, data_fetcher, more\) and not \(self, data_fetcher\)")
+    sequential = Model(lambda: CombinedLoader([rows()(), rows()()], "sequential"))
+    with pytest.raises(ValueError, match="does not support the `CombinedLoader"):
+        trainer_of(job, [flashckpt.lightning.Checkpoint(job.run)], max_epochs=1).fit(sequential)
+    return {}
