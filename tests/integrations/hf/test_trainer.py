@@ -15,24 +15,16 @@ from tests.integrations.job import BETWEEN, KILLED, PLAIN, STEP, Kill
 CASES, REFUSED, EXPORTS = (f"tests.integrations.hf.{name}" for name in ("cases", "refused", "exports"))
 OLDER = "5.22"
 IMPORTED = (CASES, "transformers.trainer", REFUSED, EXPORTS)
-
-
 LONG = [pytest.mark.long, pytest.mark.timeout(1200)]
 
 
-SHORT = (
-    "evaluates_and_saves",
-    "accumulates_in_workers",
-    "stream",
-    "own_loader",
-    "steps_in_bf16",
-    "grpo",
-)
-
-
 @pytest.mark.parametrize(
-    "case", [*SHORT, *(pytest.param(each, marks=LONG) for each in ("compiled", "plateau", "dpo"))]
-)
+    "case",
+    [
+        "evaluates_and_saves", "accumulates_in_workers", "stream", "own_loader", "steps_in_bf16", "grpo",
+        *(pytest.param(each, marks=LONG) for each in ("compiled", "plateau", "dpo")),
+    ],
+)  # fmt: skip
 def test_killed(cases: Cases, case: str) -> None:
     """The detector of what is not saved has nothing to report, but of the batch that `own_loader` keeps."""
     cases.check(f"case_{case}")
@@ -121,10 +113,7 @@ def test_more_steps_continue_in_the_epoch(cases: Cases) -> None:
 
 @pytest.mark.parametrize(
     ("origin", "step", "kills"),
-    [
-        ("saves_with_workers", 3, 5),
-        pytest.param("saves", 18, 2, marks=LONG),
-    ],
+    [("saves_with_workers", 3, 5), pytest.param("saves", 18, 2, marks=LONG)],
     ids=["workers", "second epoch"],
 )
 def test_a_checkpoint_of_the_trainer_is_loaded_once(cases: Cases, origin: str, step: int, kills: int) -> None:
