@@ -68,7 +68,6 @@ def test_the_cpu_of_children_that_have_ended_is_counted() -> None:
         stdout=subprocess.PIPE,
         env={**os.environ, name: value},
     ) as parent:
-        assert parent.stdout is not None
         parent.stdout.readline()
         assert 0.25 < cpu.seconds_of(word) < 30
         parent.communicate(b"\n")

@@ -35,7 +35,6 @@ class Training:
     @property
     def resumed(self) -> tuple[int, str]:
         """The step that it has resumed, and from which tier."""
-        assert self.made.resumed is not None
         return self.made.resumed.step, self.made.resumed.tier
 
     def train(self, to: int, *, saves: bool = False) -> None:

@@ -25,7 +25,6 @@ def signalled(trainer: UrlTrainer, folder: Path, step: int) -> zygote.Program:
     """A trainer to which a signal was sent in the iteration of a step, and which goes on with it."""
     trainer.options["release"] = str(folder / "release")
     process = trainer.start(hold_at=step)
-    assert process.stdout is not None
     assert process.stdout.readline() == f"held {step}\n"
     process.send_signal(signal.SIGTERM)
     until(lambda: "SIGTERM: the loop ends in order" in (folder / "err").read_text(), "the signal")
@@ -35,7 +34,6 @@ def signalled(trainer: UrlTrainer, folder: Path, step: int) -> zygote.Program:
 
 def ended(process: zygote.Program) -> int:
     status = process.wait(240)
-    assert process.stdout is not None
     process.stdout.close()
     return status
 

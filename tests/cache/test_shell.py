@@ -49,7 +49,6 @@ def test_keepers_show_the_cache_and_recover_brings_it_home(
     run: Training, home: Home, cache: Path, kill_keepers: Callable[..., None]
 ) -> None:
     [found] = keepers.keepers()
-    assert found.cache is not None
     assert found.cache.startswith(str(cache))
     assert (found.newest_cached, found.not_at_home) == (4, (3, 4))
     assert found.cached_bytes > 1 << 20
@@ -62,7 +61,6 @@ def test_keepers_show_the_cache_and_recover_brings_it_home(
     home.open()
     store, files = open_store(home.url), files_in(cache)
     seen = recover(store, cache=str(cache), dry_run=True)
-    assert seen.resume is not None
     assert (seen.resume.step, seen.resume.tier) == (4, "cache")
     assert files_in(cache) == files
     assert home.steps == [1, 2]
@@ -100,7 +98,6 @@ def test_recover_lets_a_damaged_cached_snapshot_and_a_file_that_is_no_slot_go(
     files = files_in(cache)
     seen = recover(open_store(home.url), cache=str(cache), dry_run=True)
     assert files_in(cache) == files
-    assert seen.resume is not None
     assert seen.resume.step == 3
     done = recover(open_store(home.url), cache=str(cache))
     for report in (seen, done):

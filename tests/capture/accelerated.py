@@ -163,7 +163,6 @@ class Accelerated:
 
     def ways(self) -> dict[str, str]:
         arrangement = self.capture._planner.current
-        assert arrangement is not None
         rows = enumerate(zip(arrangement.names, arrangement.ways, strict=True))
         outdated = arrangement.plan.outdated
         return {name: way.value for index, (name, way) in rows if index not in outdated}

@@ -172,7 +172,6 @@ def test_a_constant_removed_before_the_slots_exist_leaves_no_region(start: Start
     assert size is not None
     del run.state.weights["w0"]
     needed = capture.memory_wanted(ordered=True)
-    assert needed is not None
     assert needed.image_bytes > LARGE
     region = make_region(size)
     capture.fill_region(Slot.open(os.dup(region.descriptor), map_image=True), 1)
@@ -271,7 +270,6 @@ def test_a_region_that_cannot_be_written_or_is_too_small_leaves_its_constants_to
     run = start(frozen(1))
     assert run.capture.memory_needed(ordered=True) is not None
     size = run.capture.region_wanted()
-    assert size is not None
     small = make_region(size._replace(image_bytes=4096))
     run.capture.fill_region(Slot.open(os.dup(small.descriptor), map_image=True), 1)
     assert run.captured(2).constants_nonce == 0
@@ -298,7 +296,6 @@ def test_ranks_with_and_without_a_region_assign_replicas_equally(
             assert run.capture.boundary(step, lambda: b"{}").captured
             assert run.sealer.drain(240)
         found = ring.newest_sealed()
-        assert found is not None
         metadata = found[0].metadata(found[1])
         assert (metadata.constants is None) == bool(rank)
         [table] = metadata.replicas()
@@ -334,7 +331,6 @@ def test_the_region_of_the_resumed_snapshot_is_used_at_once(start: Start, change
         state.weights["w1"].mul_(3)
     run = start(state, known=known, constants=known, region=region)
     needed = run.capture.memory_needed(ordered=True)
-    assert needed is not None
     assert (needed.image_bytes < 2 * 4096) != changes
     assert run.capture.region_wanted() is None
     content = run.captured(20)
@@ -449,7 +445,6 @@ def test_on_a_device_a_snapshot_without_the_change_is_never_sealed(loop: Acceler
     loop.device.compute.drain()
     assert loop.sealer.drain(240)
     found = loop.ring.newest_sealed()
-    assert found is not None
     assert found[1].step < loop.step
     loop.finish()
     assert loop.capture.report()["snapshots_lost"] == 1

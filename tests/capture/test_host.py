@@ -91,7 +91,6 @@ def test_record_and_metadata_match_the_capture(run: Run, ring: SlotRing) -> None
     run.iterate()
     run.landed()
     found = ring.newest_sealed()
-    assert found is not None
     record = found[1].record
     # Not the wall clock: if it is set back, the older of two snapshots would count as the newer.
     assert before_ns <= record.captured_ns <= time.monotonic_ns()
@@ -163,7 +162,6 @@ def test_without_slots_a_boundary_is_skipped_and_the_size_is_known(
     assert run.capture.memory_needed() is None
     assert run.iterate().verdict is Verdict.SKIPPED
     needed = run.capture.memory_needed()
-    assert needed is not None
     assert needed[1] >= sum(len(data) for data in exact(run.state).values())
     run.capture.set_slots(ring)
     captured(run, ring)
@@ -178,7 +176,6 @@ def test_a_state_that_outgrew_its_slots_reports_the_size_needed(run: Run, ring: 
     assert outcome.verdict is Verdict.SKIPPED
     assert "outgrown" in outcome.reason
     needed = run.capture.memory_needed()
-    assert needed is not None
     assert needed[1] > 20 << 20
 
 
@@ -213,7 +210,6 @@ def test_slots_with_the_same_index_are_distinguished(sealer: _native.Sealer) -> 
     for _ in range(6):
         captured(run, ring)
         found = ring.newest_sealed()
-        assert found is not None
         written.add(found[0].name)
     assert len(written) > 1
     run.capture.close()

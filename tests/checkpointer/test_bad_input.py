@@ -75,7 +75,6 @@ def test_a_rank_of_several_that_is_in_no_group_is_refused(tmp_path: Path) -> Non
 def test_a_run_that_another_process_holds_is_refused_with_its_pid(tmp_path: Path) -> None:
     words = ["tests.checkpointer.growing", str(tmp_path / "run"), str(tmp_path / "log"), "1", "9", "1"]
     owner = zygote.start(words, stdout=zygote.PIPE)
-    assert owner.stdout is not None
     with owner.stdout:
         assert owner.stdout.readline(), "it has begun, and stands still"
     with pytest.raises(flashckpt.RunHeldError, match=str(owner.pid)):
@@ -129,7 +128,6 @@ def test_a_run_whose_disk_is_full_is_a_named_error_at_the_next_start(
     assert torch.equal(job.model.weight, before)
     filler.unlink()
     with flashckpt.attach(run, **job.named) as checkpointer:
-        assert checkpointer.resumed is not None
         assert checkpointer.resumed.step == 2
 
 

@@ -75,7 +75,6 @@ def test_positions_and_the_epoch_after() -> None:
     ranks.take(2)
     ranks = Ranks(lambda rank, _: ReplicaAssignment(2, 3).loader(60, rank), 2, values=ranks.saved())
     [source, _] = ranks.sources
-    assert source is not None
     assert source.batches_taken == 2
     assert ranks.take(99) == 6
     assert source.batches_taken == len(source) == 8

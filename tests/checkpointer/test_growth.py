@@ -46,7 +46,6 @@ class Growing:
     def goes(self, steps: int, hold_at: int = -1) -> dict[str, float]:
         """Train until the end, or be killed once `hold_at` steps are completed. What `report` said then."""
         process = self._started(steps, hold_at)
-        assert process.stdout is not None
         with process.stdout:
             line = process.stdout.readline()
             assert line, self.said()
@@ -60,7 +59,6 @@ class Growing:
     def dies(self, steps: int, point: str) -> None:
         """Train until it kills itself at a point."""
         process = self._started(steps, -1, FLASHCKPT_CRASH_AT=point)
-        assert process.stdout is not None
         with process.stdout:
             assert not process.stdout.readline(), f"{point} was never reached: {self.said()}"
         assert process.wait(240) == -signal.SIGKILL

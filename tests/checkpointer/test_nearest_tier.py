@@ -50,7 +50,6 @@ def away(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 def resumed(run: Path, remote: Path, job: Job | None = None) -> tuple[int, str]:
     with attached(run, remote, job or Job()) as checkpointer:
-        assert checkpointer.resumed is not None
         assert checkpointer.resumed.step == checkpointer.completed
         return checkpointer.resumed.step, checkpointer.resumed.tier
 
@@ -63,7 +62,6 @@ def weights_of(run: Path, step: int) -> torch.Tensor:
 def test_an_empty_folder_goes_on_from_the_remote(run: Path, remote: Path, tmp_path: Path) -> None:
     weights, job, new = weights_of(run, 4), Job(), tmp_path / "new"
     with attached(new, remote, job) as checkpointer:
-        assert checkpointer.resumed is not None
         assert (checkpointer.resumed.step, checkpointer.resumed.tier) == (4, "remote")
         assert torch.equal(job.model.weight, weights)
         until(lambda: [line for line in ledger(new) if line["event"] == "resume"], "the ledger")
@@ -106,7 +104,6 @@ def test_of_a_step_whose_slot_is_damaged_the_runs_own_copy_comes_before_an_older
     for slot in runtime.rglob("slot-*"):
         folders.flip(slot, SlotHeader.unpacked(slot.read_bytes()[:PAGE]).image_offset + PAGE)
     with flashckpt.attach(run, every=None, persist_every=None, **job.named) as checkpointer:
-        assert checkpointer.resumed is not None
         assert (checkpointer.resumed.step, checkpointer.resumed.tier) == (6, "local")
     assert torch.equal(job.model.weight, weights)
 

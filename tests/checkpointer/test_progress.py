@@ -184,7 +184,6 @@ def test_a_held_place_stays_while_a_batch_is_drawn_and_dropped() -> None:
     resumed.restore(before)
     resumed.manages_epochs = True
     again = resumed.open_batches(shuffled(seeded(3)))
-    assert again is not None
     assert int(again.next()) == order[-1], "it was not trained on"
     progress.close_batches()
     progress.next_epoch()

@@ -61,7 +61,6 @@ class Node:
         )
 
     def known_ranks(self) -> dict[int, tuple[str, int]]:
-        assert self.keeper is not None
         return {each.rank: (str(each.attempt), each.world) for each in self.keeper.registry.all()}
 
     def locks(self) -> set[str]:

@@ -62,7 +62,6 @@ def given(slots: Slots) -> None:
 
 def filled(slots: Slots, boundary: int) -> Slot | None:
     """The slot that takes this boundary of attempt 2."""
-    assert slots.ring is not None
     slot = slots.ring.take()
     if slot is not None:
         fill(slot, 100 + boundary, attempt=2, boundary=boundary)
@@ -82,7 +81,6 @@ def test_what_all_went_on_from_stays_until_all_have_a_newer_one(kept: Kept) -> N
         assert filled(slots, boundary) is not None
     assert boundaries(kept) == [(1, 7), (2, 1), (2, 2), (2, 3)]
     assert filled(slots, 4) is None, "each may be the next that all have"
-    assert slots.ring is not None
     slots.ring.set_complete(2, 1)
     assert filled(slots, 4) is not None
     assert boundaries(kept) == [(2, 1), (2, 2), (2, 3), (2, 4)]

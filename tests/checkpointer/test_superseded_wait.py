@@ -52,7 +52,6 @@ def test_what_was_resumed_from_is_not_called_safe_either(tmp_path: Path) -> None
             checkpointer.step()
             checkpointer.save()
             abandon(checkpointer)
-    assert checkpointer.resumed is not None
     assert checkpointer.resumed.tier == "memory"
     checkpointer.wait()
     newer = run_view.supersede(open_store(run))

@@ -66,7 +66,6 @@ def test_forked_workers_hold_nothing_of_a_run(
             job.train(x)
             if checkpointer.completed == 5:
                 peer = checkpointer._session.keeper._peer
-                assert peer is not None
                 socket = {os.readlink(f"/proc/self/fd/{peer.fileno()}")}
                 assert len(ours(os.getpid(), runtime, socket)) >= 7, "slots, folder, lock, stacks, socket"
                 batches = iter(others)

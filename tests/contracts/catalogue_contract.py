@@ -68,7 +68,6 @@ class CatalogueContract:
         job.write(id, (0, 1), 4)
         job.write(id, (2, 3), 4)
         made = job.commit(id, Keep())
-        assert made is not None
         assert made.num_bytes > 46
         assert faults(store) == []
 

@@ -21,7 +21,6 @@ def run(title: str, folder: Path, runtime: Path, kill_at: int = -1) -> Any:
     words = ["tests.documents.recipe_program", title, str(folder), str(kill_at)]
     with open(folder / "err", "ab") as err:
         process = zygote.start(words, stdout=zygote.PIPE, stderr=err, env=environment)
-    assert process.stdout is not None
     with process.stdout:
         said = process.stdout.read()
     code = process.wait(timeout=120)

@@ -346,7 +346,6 @@ def test_a_kill_during_a_write_leaves_no_file_of_that_name(tmp_path: Path, run: 
     for percent in (0, 99):
         command = [sys.executable, "-c", KILLED, str(run), str(out), str(percent), json.dumps(WAYS[way])]
         child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
-        assert child.stdout is not None
         assert child.stdout.readline() == "writing\n"
         child.send_signal(signal.SIGKILL)
         child.communicate()

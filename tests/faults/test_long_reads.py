@@ -70,7 +70,6 @@ def test_a_signal_ends_a_long_read(
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         until(lambda: faults.hits > 0, "a read")
         process.send_signal(number)
-        assert process.stdout is not None
         assert process.stdout.readline() == b"signal\n"
         # What is begun from here on takes a minute.
         faults.become("slow", READ, micros=60_000_000)

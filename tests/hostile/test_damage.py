@@ -107,7 +107,6 @@ def test_the_older_good_step_is_taken_and_the_damaged_file_named(
 
     model = model_of(MARKS)
     with caplog.at_level(logging.INFO), flashckpt.attach(run, every=None, model=model) as checkpointer:
-        assert checkpointer.resumed is not None
         assert checkpointer.resumed.step == 2
         assert all(bool((p == 2).all()) for p in model.parameters())
     said = "passed over: step 3", "cannot resume from step 3"  # before the step is read, and while it is

@@ -40,7 +40,6 @@ def test_the_fuzzer_sees_a_reader_that_stumbles() -> None:
             raise IndexError("found")
 
     finding = fuzz("stumbling", Target([bytes(16)], stumbling), random.Random(1), 1000)
-    assert finding is not None
     assert "IndexError: found" in finding.story
     assert look("stumbling", Target([b""], stumbling), finding.data) is not None
     assert look("stumbling", Target([b""], stumbling), b"") is None

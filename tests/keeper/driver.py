@@ -42,7 +42,6 @@ class Process:
         self.attempt: str = self.do("attach", str(run), str(base), options)
 
     def do(self, *command: Any) -> Any:
-        assert self._child.stdin is not None
         assert self._child.stdout is not None
         self._child.stdin.write(json.dumps(command) + "\n")
         self._child.stdin.flush()
@@ -69,7 +68,6 @@ class Process:
     close = kill
 
     def gone(self) -> None:
-        assert self._child.stdin is not None
         assert self._child.stdout is not None
         self._child.stdin.close()
         self._child.stdout.close()

@@ -131,7 +131,6 @@ class FakeTrainer:
                 continue
             slot = grant.open()
             sealed = slot.sealed()
-            assert sealed is not None
             found.append((grant.name, sealed.step))
             slot.close()
         return found
@@ -211,7 +210,6 @@ class FakeTrainer:
     # What all slots name
 
     def ask_region(self) -> SlotGrant:
-        assert self.constants is not None
         return self.client.constants(SlotSize(1 << 16, self.constants.num_bytes))
 
     def fill_region(self) -> str:
@@ -219,7 +217,6 @@ class FakeTrainer:
         grant = self.ask_region()
         region = grant.open()
         layout = self.constants
-        assert layout is not None
         data = [content(leaf, 0) for leaf in layout.leaves]
         write_constants(region, grant.owner, self.attempt, layout, data)
         return self._names(grant, region)
@@ -238,7 +235,6 @@ class FakeTrainer:
         self.image = SlotImage(self.layout)
 
     def _region_digests(self) -> array[int]:
-        assert self.region is not None
         sealed = self.region.sealed()
         assert sealed is not None
         return self.region.metadata(sealed).digests
@@ -371,21 +367,18 @@ class Driven:
 
     def _do_write(self, step: int) -> list[Any]:
         self._pending = self._made.write(step)
-        assert self._pending is not None
         slot, generation = self._pending
         return [slot.name, generation]
 
     def _do_leave_unconfirmed(self, step: int) -> list[Any]:
         """Written, asked for, complete, and not confirmed."""
         answer = self._do_write(step)
-        assert self._pending is not None
         slot, generation = self._pending
         slot.request_persist(generation)
         self._made.seal(slot, generation, confirms=True)
         return answer
 
     def _do_confirm(self) -> bool:
-        assert self._pending is not None
         slot, generation = self._pending
         return slot.confirm(self._made.sealer, slot.state().owner, generation)
 

@@ -54,8 +54,6 @@ def named(run: Path, step: int) -> Contents:
 
 def flip_constant(trainer: FakeTrainer) -> None:
     """Flip one bit of base.weight in the region."""
-    assert trainer.region is not None
-    assert trainer.constants is not None
     trainer.region.image_view[trainer.constants.data_start + 1000] ^= 4
 
 
@@ -118,7 +116,6 @@ def test_a_keeper_killed_before_its_part_is_replaced(
 
 def test_a_header_of_constants_that_is_none_is_never_written(alone: FakeTrainer) -> None:
     def spoil() -> None:
-        assert alone.region is not None
         alone.region.image_view[20] ^= 1
 
     outcome = Writer(alone.store, "0123abcd").persist(order(alone, 1, spoil))

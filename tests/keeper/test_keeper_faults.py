@@ -56,7 +56,6 @@ def test_a_flipped_bit_is_never_persisted(trainer: FakeTrainer, offset: str) -> 
     layout = trainer.layout
     place = {"header": 20, "first": layout.data_start, "last": layout.num_bytes - 1}[offset]
     written = trainer.write(5)
-    assert written is not None
     slot, generation = written
     slot.image_view[place] ^= 0x40
     slot.request_persist(generation)
@@ -78,7 +77,6 @@ def test_an_idle_keeper_audits_the_newest_sealed_snapshot(trainer: FakeTrainer) 
     slot, generation = trainer.snapshot(1)
     trainer.wait_for(lambda status: status.counts.get("audited") == 1)
     written = trainer.write(2)
-    assert written is not None
     written[0].image_view[trainer.layout.data_start + 1000] ^= 1
     trainer.seal(*written)
     status = trainer.wait_for(lambda status: status.torn)

@@ -236,7 +236,6 @@ def mirroring_of(tiers: Tiers, counted: list[str]) -> Iterator[MirrorUpload]:
         mirroring.next(time.monotonic())
         yield mirroring
         worker = mirroring._worker
-        assert worker is not None
         worker.close()
         eventually(lambda: worker.collect() or not worker.busy)
         os.close(wake)

@@ -64,7 +64,6 @@ def answer(peer: socket.socket) -> dict[str, Any] | None:
 
 def refusal(peer: socket.socket) -> str:
     told = answer(peer)
-    assert told is not None
     assert told["ok"] is False
     return str(told["error"])
 

@@ -124,7 +124,6 @@ def test_a_step_is_read_while_the_keeper_starts(
     monkeypatch.setattr(StepReading, "read", noted)
     model = nn.Linear(64, 64)
     with flashckpt.attach(run, every=None, persist_every=None, model=model) as checkpointer:
-        assert checkpointer.resumed is not None
         assert checkpointer.resumed.tier == "local"
     assert begun == [True]
     assert torch.equal(model.weight, saved.weight)

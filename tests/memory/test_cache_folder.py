@@ -39,7 +39,6 @@ def sealed() -> Sealed:
     write_constants(slot, 1, AttemptName(3, "0" * 8), layout, data)
     slot.set_complete(3, 5)
     found = slot.sealed()
-    assert found is not None
     slot.request_persist(found.generation)
     return found
 

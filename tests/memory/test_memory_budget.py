@@ -216,7 +216,6 @@ def test_the_nodes_lock_is_held_by_one_process_and_does_not_stay_with_its_child(
     """Its holder is killed, and a process that it has forked lives on."""
     command = [sys.executable, "-c", HELD_OVER_A_FORK, str(runtime)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as owner:
-        assert owner.stdout is not None
         child = int(owner.stdout.readline())
         try:
             with (

@@ -60,7 +60,6 @@ def test_a_sealed_snapshot_comes_back_in_another_mapping(slot: Slot) -> None:
     fill(slot, 5)
     other = Slot.open(os.dup(slot.descriptor), map_image=False, identity=IDENTITY)
     sealed = other.sealed()
-    assert sealed is not None
     assert (sealed.step, sealed.record.attempt_nonce, sealed.generation) == (5, 7, 1)
     found = other.metadata(sealed)
     assert found.layout == LAYOUT
@@ -132,7 +131,6 @@ def test_a_flipped_byte_in_the_record_is_refused(slot: Slot, offset: int) -> Non
 def test_a_flipped_byte_in_the_metadata_is_refused(slot: Slot, offset: int) -> None:
     fill(slot, 1)
     sealed = slot.sealed()
-    assert sealed is not None
     flip(slot, 4096 + offset % sealed.record.metadata_bytes)
     with pytest.raises(DamagedError):
         slot.metadata(sealed)
@@ -205,10 +203,8 @@ def test_two_processes_begin_one_slot_once(slot: Slot) -> None:
         for owner in (1, 2)
     ]  # fmt: skip
     for child in children:
-        assert child.stdout is not None
         assert child.stdout.readline() == "ready\n"
     for child in children:
-        assert child.stdin is not None
         child.stdin.write("x")
         child.stdin.flush()
     won = [int(each) for child in children for each in child.communicate(timeout=240)[0].split()]

@@ -98,7 +98,6 @@ class SharingRank(Rank):
         self.optimizer.step()
         self.optimizer.zero_grad()
         running = self.net.norm.running_mean
-        assert running is not None
         running.fill_(step + self.rank / 10)
 
     def snapshot(self, step: int, *, persist: bool = False) -> tuple[Slot, int]:

@@ -129,7 +129,6 @@ def test_what_cannot_be_put_together_is_passed_over(node: Node, ranks: list[Shar
         return StepChoice(View.of(node.store), [held], 0, lambda snapshot: None, AnyLayout(), 1)
 
     loaded = choice_of(ranks[0].held(others(ranks, 0))).choose()
-    assert loaded is not None
     assert loaded.snapshot.step == STEP
     loaded.drop()
     choice = choice_of(ranks[0].held(ranks[2:]))

@@ -42,7 +42,6 @@ def test_all_ranks_of_a_node_make_one_part_and_the_step_is_committed(nodes: Make
     assert node.told == [(5, JobState.COMMITTED)]
     for slot in slots:
         sealed = slot.sealed()
-        assert sealed is not None
         assert sealed.word.state is SlotState.SEALED, "nothing stays pinned"
         assert slot.persisted == sealed.generation
     node.seal(6)

@@ -42,7 +42,6 @@ def test_the_newest_step_that_all_ranks_of_the_node_hold_is_saved(
     node = died(store, runtime, tuple(range(world)), world)
     said = recovered(tmp_path / "run", dry_run=True)
     assert {(each.step, each.outcome.value) for each in said.findings} == {(5, "sound"), (6, "dropped")}
-    assert said.resume is not None
     assert said.resume.step == 5, "not all ranks have step 6"
     assert said.unseen == ()
     report = recovered(tmp_path / "run")
@@ -69,7 +68,6 @@ def test_each_node_saves_its_part_and_the_last_one_commits(
     assert {row for row in rows(report) if row[2] == 5} == {("snapshot", "kept", 5)}
     assert not report.failed
     assert report.unseen == (2, 3)
-    assert report.resume is not None
     assert (report.resume.tier, report.resume.of_all) == ("memory", False), "the other node may have lost it"
     assert not is_committed(store, 5, first.attempt)
     assert sorted(regions_of(first.folder)) == sorted(before)
@@ -79,7 +77,6 @@ def test_each_node_saves_its_part_and_the_last_one_commits(
     done = recovered(run)
     assert ("snapshot", "committed", 5) in rows(done)
     assert is_whole(store, 5, first.attempt, 4)
-    assert done.resume is not None
     assert (done.resume.step, done.resume.tier, done.resume.of_all) == (5, "local", True)
     assert regions_of(second.folder) == []
 
@@ -105,7 +102,6 @@ def test_a_step_that_is_partly_in_memory_and_partly_in_the_cache_is_saved(
     files_before = whole_tree(tmp_path, runtime)
     said = recovered(tmp_path / "run", dry_run=True, cache=str(cache))
     assert whole_tree(tmp_path, runtime) == files_before
-    assert said.resume is not None
     assert (said.resume.step, said.resume.tier, said.resume.of_all) == (5, "cache", True)
     assert said.unseen == ()
     assert {each.outcome.value for each in said.findings if each.step == 5} == {"sound"}

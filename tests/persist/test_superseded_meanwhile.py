@@ -61,7 +61,6 @@ def resumes(node: Node) -> CommitName:
 
 def is_said(slot: Slot) -> bool:
     sealed = slot.sealed()
-    assert sealed is not None
     return sealed.is_persisted
 
 

@@ -56,7 +56,6 @@ def held_at(run: Path, stage: str) -> Iterator[subprocess.Popen[str]]:
         text=True,
         cwd=ROOT,
     )
-    assert child.stdout is not None
     assert child.stdout.readline() == f"{stage}\n"
     try:
         yield child
@@ -189,7 +188,6 @@ def test_what_a_keeper_may_not_save_any_more_is_kept_and_no_failure(lingers: Cra
     assert "has taken over" in next(each.detail for each in report.findings if each.step == 2)
     assert not report.failed
     assert committed(lingers.run) == [1]
-    assert report.resume is not None
     assert report.resume.step == 1
 
 

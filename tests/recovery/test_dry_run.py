@@ -37,8 +37,6 @@ def test_nothing_is_touched_and_the_real_run_finds_what_was_said(
     assert said.dry_run
     done = recovered(run)
     assert_found(said, done)
-    assert said.resume is not None
-    assert done.resume is not None
     assert said.resume.step == done.resume.step
 
 

@@ -19,7 +19,6 @@ from tests.resume.training import Trainer, last_of_each
 def kill_both_in_step(job: Trainer, runtime: Path, step: int) -> None:
     """The keeper first, and stopped before: no death is seen, nothing is saved."""
     process = job.start(hold_at=step)
-    assert process.stdout is not None
     assert process.stdout.readline() == f"held {step}\n"
     [keeper] = keepers_of(runtime)
     os.kill(keeper, signal.SIGSTOP)

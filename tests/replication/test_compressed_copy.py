@@ -153,7 +153,6 @@ def test_a_manifest_at_home_is_made_again_from_a_compressed_copy(source: Store, 
     attempt = made(source, [10])
     copied(source, target)
     checkpoint = View.of(source).checkpoint(name_of(10, attempt).id)
-    assert checkpoint is not None
     data = source.read(checkpoint.manifest_path, 1 << 20)
     source.replace(checkpoint.manifest_path, data.replace(b"rank-", b"rank_"))
     done = copy_run(target, source, 10, repairs=True)

@@ -136,7 +136,6 @@ def test_a_copy_that_has_changed_is_not_used(
 
     def harmed(*arguments: Any) -> OwnDescriptor | None:
         copy = make(*arguments)
-        assert copy is not None
         byte = os.pread(copy.descriptor, 1, CHUNK_BYTES + 1)[0]
         os.pwrite(copy.descriptor, bytes([byte ^ 1]), CHUNK_BYTES + 1)
         return copy

@@ -125,7 +125,6 @@ class Program:
             return  # the rest of this epoch is for the next start, and so is the code after it
         if self.operation != "save and wait":
             # As most programs do. A start without a batch of this epoch would end here, and so would the next
-            assert self.batch is not None
             self.write("batch", float(self.batch.sum()).hex())
         self.place(epoch, "code")
         self.scheduler.step()

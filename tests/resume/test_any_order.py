@@ -58,7 +58,6 @@ class Job:
         self.trainer.wait_committed()
 
     def signal(self, number: int) -> None:
-        assert self.process is not None
         os.kill(self.process.pid, number)
 
     def kill_trainer(self) -> None:

@@ -33,7 +33,6 @@ class Trainer:
     def finish(self, *, fresh: bool = False) -> str:
         """Run it to its end. Returns what it wrote to its standard error."""
         process = self.start(fresh=fresh)
-        assert process.stdout is not None
         with process.stdout:
             out = process.stdout.read()
         err = self._ended(process)
@@ -43,7 +42,6 @@ class Trainer:
 
     def kill_in_step(self, step: int, *, fresh: bool = False) -> None:
         process = self.start(hold_at=step, fresh=fresh)
-        assert process.stdout is not None
         line = process.stdout.readline()
         said = self.kill(process)
         assert line == f"held {step}\n", f"the trainer did not reach step {step}: {line!r} {said}"
@@ -52,7 +50,6 @@ class Trainer:
         """Returns what it had written to its standard error."""
         process.kill()
         said = self._ended(process)
-        assert process.stdout is not None
         process.stdout.close()
         return said
 

@@ -97,7 +97,6 @@ def test_values_walk_again_when_they_must(change: str) -> None:
     CHANGES[change](model, optimizer, scaler)
     value = tree.values()
     assert tree.current is not walk
-    assert tree.current is not None
     assert tree.current.value is value
 
 

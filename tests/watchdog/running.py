@@ -47,7 +47,6 @@ class Run:
 
     def release(self) -> None:
         """Let it go on from where it hangs."""
-        assert self.process.stdin is not None
         self.process.stdin.write("x")
         self.process.stdin.flush()
 

@@ -31,7 +31,6 @@ def ended(end: str, *, fresh: bool, **how: object) -> tuple[int, list[str], str]
     """Its status, the lines that it printed and its last words."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         process = zygote.start([SPECIMEN, end], fresh=fresh, stdin=PIPE, stdout=out, stderr=err, **how)
-        assert process.stdin is not None
         with process.stdin:
             process.stdin.write("one\ntwo")
         status = process.wait(120)
@@ -91,7 +90,6 @@ def test_what_only_a_start_reads_is_refused(name: str) -> None:
 
 def test_a_kill_is_one() -> None:
     process = zygote.shared().start(["tests.zygote.standing"], stdout=PIPE)
-    assert process.stdout is not None
     with process.stdout:
         assert process.stdout.readline() == "stands\n"
         assert process.poll() is None

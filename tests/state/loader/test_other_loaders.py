@@ -488,7 +488,6 @@ def is_equal(a: Any, b: Any) -> bool:
 def test_a_state_that_cannot_be_saved_is_refused_with_its_place(value: object) -> None:
     with pytest.raises(StateError, match=r"loader\.inner\.1") as caught:
         encoded_state({"inner": [0, value]}, "loader")
-    assert caught.value.location is not None
     assert caught.value.location.startswith("loader.inner.1")
 
 
