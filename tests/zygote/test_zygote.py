@@ -4,27 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
 import tempfile
 
 import pytest
 
 from tests import zygote
 from tests.descriptors import readable
-from tests.waiting import until
-from tests.zygote import DEVNULL, PIPE, Zygote, ZygoteError
+from tests.zygote import PIPE, Zygote, ZygoteError
 from tests.zygote.specimen import ENDS
 
 pytestmark = pytest.mark.process
 
 SPECIMEN = "tests.zygote.specimen"
-
-
-@pytest.fixture
-def bare(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is forked needs no torch."""
-    monkeypatch.setattr(zygote, "PRELOADED", ())
 
 
 def ended(end: str, *, fresh: bool, **how: object) -> tuple[int, list[str], str]:
@@ -88,21 +79,8 @@ def test_what_only_a_start_reads_is_refused(name: str) -> None:
         zygote.shared().start([SPECIMEN, "returns"], env={**os.environ, name: "3"})
 
 
-def test_a_kill_is_one() -> None:
-    process = zygote.shared().start(["tests.zygote.standing"], stdout=PIPE)
-    with process.stdout:
-        assert process.stdout.readline() == "stands\n"
-        assert process.poll() is None
-        with pytest.raises(subprocess.TimeoutExpired):
-            process.wait(0.01)
-        os.kill(process.pid, signal.SIGKILL)
-        assert process.wait(120) == -signal.SIGKILL == process.poll() == process.wait()
-        assert process.stdout.read() == ""
-    process.kill()
-
-
-def test_nothing_of_it_is_left_when_it_is_closed(bare: None) -> None:
-    made = Zygote()
+def test_nothing_of_it_is_left_when_it_is_closed() -> None:
+    made = Zygote(())
     with tempfile.TemporaryFile() as out:
         pids = [made.start(["tests.zygote.standing"], stdout=out).pid for _ in range(2)]
         ends = [os.pidfd_open(pid) for pid in (made.pid, *pids)]
@@ -112,33 +90,3 @@ def test_nothing_of_it_is_left_when_it_is_closed(bare: None) -> None:
         os.close(end)
     with pytest.raises(ZygoteError):
         made.start([SPECIMEN, "returns"])
-
-
-def test_its_death_is_told_and_another_comes_for_later_ones(
-    bare: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(zygote, "_shared", [])
-    first = zygote.shared()
-    assert zygote.shared() is first
-    process = first.start(["tests.zygote.standing"], stdout=DEVNULL)
-    os.kill(first.pid, signal.SIGKILL)
-    with pytest.raises(ZygoteError, match="gone"):
-        first.start([SPECIMEN, "returns"])
-    os.kill(process.pid, signal.SIGKILL)
-    with pytest.raises(ZygoteError, match="gone"):
-        process.wait()
-    until(lambda: first.has_died, "its death")
-    assert zygote.shared().run([SPECIMEN, "exits"]).returncode == 7
-    assert zygote.shared() is not first
-    zygote.close_shared()
-
-
-@pytest.mark.parametrize("module", ["no.such.module", "tests.zygote.threaded"])
-def test_one_that_cannot_fork_is_told(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zygote, "PRELOADED", (module,))
-    made = Zygote()
-    try:
-        with pytest.raises(ZygoteError, match="gone"):
-            made.start([SPECIMEN, "returns"])
-    finally:
-        made.close()
