@@ -2,33 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import pytest
 
 from flashckpt import _native
-from flashckpt.memory.region import SlotHeader
-from flashckpt.memory.slot import Slot, SlotRing
+from flashckpt.memory.slot import SlotRing
 
 from .accelerated import Accelerated, Maker
-
-IDENTITY = bytes(16)
-
-
-def make_slot(index: int, metadata_bytes: int, image_bytes: int, *, nonce: int = 7) -> Slot:
-    descriptor = os.memfd_create(f"slot-{index}")
-    os.ftruncate(descriptor, 4096 + metadata_bytes + image_bytes)
-    header = SlotHeader(
-        identity=IDENTITY,
-        rank=0,
-        index=index,
-        nonce=nonce,
-        metadata_capacity=metadata_bytes,
-        image_capacity=image_bytes,
-    )
-    Slot.format(descriptor, header)
-    return Slot.open(descriptor, map_image=True)
+from .content import make_slot
 
 
 @pytest.fixture

@@ -13,34 +13,28 @@ from torch import Tensor
 from flashckpt import _native
 from flashckpt.capture import Capture
 from flashckpt.capture.hooks import Habit
-from flashckpt.format.layout import PAGE, Leaf
-from flashckpt.memory.region import SlotHeader, SlotSize, round_up
+from flashckpt.format.layout import Leaf
+from flashckpt.memory.region import SlotSize, round_up
 from flashckpt.memory.slot import Slot, SlotRing
 from flashckpt.state.tree import LiveLeaf, Tree, Walk
 from tests.descriptors import closed_after
+from tests.memory.test_slot import make
 from tests.state.image import all_used_up
 
 # nonce -> region of constants, as a keeper holds them.
 REGIONS: dict[int, Slot] = {}
 
 
+def make_slot(index: int, metadata_bytes: int, image_bytes: int, *, nonce: int = 7, **more: Any) -> Slot:
+    sizes = {"metadata_capacity": metadata_bytes, "image_capacity": image_bytes}
+    return make(index, identity=bytes(16), nonce=nonce, **sizes, **more)
+
+
 def make_region(size: SlotSize) -> Slot:
     """Create a region for constants, as a keeper does."""
     nonce = 1000 + len(REGIONS)
     capacities = round_up(size.metadata_bytes), round_up(size.image_bytes)
-    descriptor = os.memfd_create(f"constants-{nonce}")
-    os.ftruncate(descriptor, PAGE + sum(capacities))
-    header = SlotHeader(
-        index=0,
-        rank=0,
-        identity=bytes(16),
-        nonce=nonce,
-        metadata_capacity=capacities[0],
-        image_capacity=capacities[1],
-        holds_constants=True,
-    )
-    Slot.format(descriptor, header)
-    REGIONS[nonce] = closed_after(Slot.open(descriptor, map_image=True))
+    REGIONS[nonce] = closed_after(make_slot(0, *capacities, nonce=nonce, holds_constants=True))
     return REGIONS[nonce]
 
 
