@@ -6,7 +6,6 @@ import gc
 import os
 import shutil
 import socket
-import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 from tests import parameter_sets, process_guard, run_view, slow_first
 from tests.descriptor_guard import nothing_stays_open
 from tests.folders import let_folders_go
+from tests.memory.mounts import small_tmpfs
 from tests.processes import end, keepers_of
 from tests.zygote import Zygote, close_shared, shared
 from tests.zygote.keepers import Keepers, fork_keepers
@@ -127,16 +127,10 @@ def silent() -> Iterator[str]:
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+def small_disk() -> Iterator[Path]:
     """A real file system of 8 MiB. Skipped where mounting is not allowed."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)]
-    mounted = subprocess.run(command, capture_output=True)
-    if mounted.returncode != 0:
-        pytest.skip(f"no file system can be mounted here: {mounted.stderr.decode().strip()}")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
+    with small_tmpfs(8 << 20) as folder:
+        yield folder
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -18,20 +17,13 @@ from flashckpt.store.base import Store
 from flashckpt.store.local import LocalStore
 from tests.catalogue.snapshots import HOME, Job, faults, files_of
 from tests.contracts.catalogue_contract import CatalogueContract
-from tests.memory.mounts import small_tmpfs
+from tests.memory.mounts import fill, small_tmpfs
 
 
 class TestCatalogueInAFolder(CatalogueContract):
     @pytest.fixture
     def opener(self, tmp_path: Path) -> Callable[[], Store]:
         return partial(LocalStore, str(tmp_path))
-
-
-def fill(path: Path) -> None:
-    with suppress(OSError), path.open("wb", buffering=0) as file:
-        while True:
-            file.write(b"x" * 4096)
-    assert os.statvfs(path).f_bavail == 0
 
 
 @pytest.mark.process
@@ -46,7 +38,8 @@ def test_a_full_disk_gives_up_its_old_versions() -> None:
         manifest = job.run(HOME.gather(Folder(job.name, id)))
         assert isinstance(manifest, Manifest)
         made = job.run(HOME.publish(job.catalogue, manifest))
-        fill(disk / "filler")
+        fill(disk)
+        assert os.statvfs(disk).f_bavail == 0
         before = len(files_of(job.store, "catalogue"))
         job.catalogue = job.run(HOME.commit(job.catalogue, job.name, made, Keep(last=2)))
         assert job.catalogue.has(id)

@@ -17,6 +17,7 @@ from flashckpt import OptionError
 from tests import zygote
 from tests.checkpointer.damaged import flip, shard, trained
 from tests.checkpointer.test_loop import Job, loader
+from tests.memory.mounts import fill
 from tests.waiting import until
 
 MAP_NORESERVE = 0x4000  # of Linux; Python names it from 3.13 on
@@ -117,10 +118,7 @@ def test_a_run_whose_disk_is_full_is_a_named_error_at_the_next_start(
     run = small_disk / "run"
     trained(run, [2])
     kill_keepers(remove_regions=True)
-    filler = small_disk / "filler"
-    with open(filler, "wb", buffering=0) as file, contextlib.suppress(OSError):
-        while True:
-            file.write(bytes(4096))
+    filler = fill(small_disk)
     job = Job()
     before = job.model.weight.detach().clone()
     with pytest.raises(flashckpt.RunError, match=f"{run} cannot be written: No space left"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import signal
@@ -19,6 +18,7 @@ from flashckpt.recovery.report import Fate, Kind
 from flashckpt.store import open_store
 from tests.keeper.driver import Process, committed, eventually, runtime_of
 from tests.keeper.fake import keeper_pid
+from tests.memory.mounts import fill
 from tests.processes import keepers_of
 
 
@@ -99,9 +99,7 @@ def test_memory_is_given_up_where_the_disk_is_full(small_disk: Path, runtime: Pa
     trainer = Process(small_disk / "run", runtime, linger_s=3600, kib=4096)
     trainer.do("start", None, 0, None)
     trainer.do("slots", 3)
-    with open(small_disk / "filler", "wb", buffering=0) as filler, contextlib.suppress(OSError):
-        while True:
-            filler.write(bytes(4096))
+    fill(small_disk)
     trainer.do("snapshot", 3, False)
     trainer.kill()
     (pid,) = keepers_of(runtime)

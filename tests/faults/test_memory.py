@@ -12,7 +12,7 @@ import pytest
 
 from flashckpt.memory.region import MEMFD, NAMED, is_region_name
 from tests.faults.training import Training, training
-from tests.memory.mounts import small_tmpfs
+from tests.memory.mounts import fill, small_tmpfs
 from tests.processes import end, keepers_of
 from tests.waiting import until
 
@@ -54,8 +54,7 @@ def test_shared_memory_that_becomes_full(tmp_path: Path, monkeypatch: pytest.Mon
         monkeypatch.setenv("FLASHCKPT_RUNTIME", str(memory))
         with training(tmp_path / "run") as trained:
             assert len(regions(memory)) >= 2
-            left = os.statvfs(memory)
-            (memory / "filler").write_bytes(bytes(left.f_bavail * left.f_frsize))
+            fill(memory)
             outlives_its_keeper(trained, memory)
         until(lambda: not keepers_of(memory), "the keeper to leave")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import subprocess
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from flashckpt.errors import PersistError
 from flashckpt.format.manifest import PART
 from tests.faults.conftest import LINK, SYNC, WRITE, Faults
 from tests.faults.training import training
+from tests.memory.mounts import fill
 from tests.waiting import until
 
 
@@ -97,9 +97,7 @@ def test_a_disk_that_becomes_read_only(small_disk: Path, runtime: Path) -> None:
 
 def test_a_disk_that_is_full(small_disk: Path, runtime: Path) -> None:
     with training(small_disk / "run") as trained:
-        found = os.statvfs(small_disk)
-        filler = small_disk / "filler"
-        filler.write_bytes(bytes(found.f_bavail * found.f_frsize - 100_000))
+        filler = fill(small_disk, left=100_000)
         trained.save()
         with pytest.raises(PersistError, match="No space"):
             trained.checkpointer.wait()

@@ -33,7 +33,7 @@ from tests.keeper.driver import (
 )
 from tests.keeper.fake import FakeTrainer, keeper_pid, layout_for
 from tests.keeper.faulty import faulty_keeper
-from tests.memory.mounts import small_tmpfs
+from tests.memory.mounts import fill, small_tmpfs
 
 
 @pytest.fixture
@@ -43,12 +43,6 @@ def trainer(run: Path, runtime: Path) -> FakeTrainer:
 
 def shards(run: Path) -> list[Path]:
     return sorted((run / "data").glob("*/*/rank-*"))
-
-
-def fill(disk: Path, left: int) -> Path:
-    found = os.statvfs(disk)
-    (disk / "filler").write_bytes(bytes(found.f_bavail * found.f_frsize - left))
-    return disk / "filler"
 
 
 @pytest.mark.parametrize("offset", ["header", "first", "last"])

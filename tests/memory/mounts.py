@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -28,3 +29,11 @@ def small_tmpfs(num_bytes: int, inodes: int = 0) -> Iterator[Path]:
     finally:
         subprocess.run(["umount", "-l", str(folder)], check=True)
         folder.rmdir()
+
+
+def fill(disk: Path, left: int = 0) -> Path:
+    """Take all of a file system but so many bytes. Returns the file that has them."""
+    filler, found = disk / "filler", os.statvfs(disk)
+    with suppress(OSError), open(filler, "wb", buffering=0) as file:
+        file.write(bytes(found.f_bavail * found.f_frsize - left))
+    return filler

@@ -26,6 +26,7 @@ from tests.events import ledger
 from tests.keeper.driver import Process, committed, eventually
 from tests.keeper.fake import keeper_pid
 from tests.keeper.test_keeper_deaths import flip_image
+from tests.memory.mounts import fill
 from tests.processes import end
 from tests.recovery.scene import Crash, recovered, regions_of, resume, rows, whole_tree
 
@@ -164,15 +165,14 @@ def test_what_a_keeper_found_torn_is_told(lingers: Crash) -> None:
 def test_a_keeper_that_cannot_save_is_told_with_its_reason(small_disk: Path, runtime: Path) -> None:
     crash = Crash(small_disk / "run", runtime, kib=1024, linger_s=600).slots()
     crash.seal(2)
-    room = os.statvfs(small_disk)
-    (small_disk / "filler").write_bytes(bytes(room.f_bavail * room.f_frsize - (256 << 10)))
+    filler = fill(small_disk, left=256 << 10)
     crash.trainer.kill()
     crash.wake()
     report = recovered(crash.run)
     assert rows(report, "snapshot") == [("snapshot", "failed", 2)]
     assert "No space left" in report.findings[0].detail
     assert resume(report) == (2, crash.attempt, "memory")
-    (small_disk / "filler").unlink()
+    filler.unlink()
     again = recovered(crash.run)
     assert not again.failed, "there is room now: what has failed before is tried again, not told again"
     assert committed(crash.run) == [2]

@@ -17,6 +17,7 @@ from tests.events import ledger
 from tests.folders import flip
 from tests.keeper.driver import committed, eventually
 from tests.keeper.test_keeper_deaths import flip_image
+from tests.memory.mounts import fill
 from tests.recovery.scene import Crash, recovered, regions_of, resume, rows
 
 
@@ -115,9 +116,7 @@ def test_a_full_disk_loses_nothing(small_disk: Path, runtime: Path) -> None:
     crash.seal(1)
     [slot] = crash.seal(2)
     crash.both_killed()
-    filler = small_disk / "filler"
-    room = os.statvfs(small_disk)
-    filler.write_bytes(bytes(room.f_bavail * room.f_frsize - (256 << 10)))
+    filler = fill(small_disk, left=256 << 10)
     report = recovered(run)
     assert rows(report, "snapshot") == [("snapshot", "failed", 2), ("snapshot", "kept", 1)]
     assert report.failed

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from flashckpt.options import Keep
 from flashckpt.recovery.storage import prune
 from flashckpt.store.local import LocalStore
 from tests.commit.runs import is_whole, new_run
+from tests.memory.mounts import fill
 from tests.recovery.scene import trained, whole_tree
 from tests.replication.copied import visible
 
@@ -64,9 +64,7 @@ def test_where_the_catalogue_is_lost_nothing_goes(store: LocalStore) -> None:
 def test_a_disk_that_is_full_to_the_last_byte_is_made_room_on(small_disk: Path, runtime: Path) -> None:
     store = new_run(small_disk / "run")
     attempt = trained(store, *range(1, 6))
-    with open(small_disk / "filler", "wb", buffering=0) as filler, contextlib.suppress(OSError):
-        while True:
-            filler.write(bytes(4096))
+    fill(small_disk)
     with pytest.raises(OSError, match="No space"):
         store.create("events/nothing", b"more")
     done = prune(store, Keep(last=2))
