@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from flashckpt.store import give_options
 from tests.cache.home import Home
-from tests.stores.conftest import boto, bucket, s3_server
+from tests.stores.conftest import boto, bucket, in_environment, proxy, s3_server
 from tests.stores.proxy import Proxy
-from tests.stores.s3_server import ACCESS_KEY, REGION, SECRET_KEY, S3Server
+from tests.stores.s3_server import S3Server
 
-__all__ = ["boto", "bucket", "s3_server"]
+__all__ = ["boto", "bucket", "in_environment", "proxy", "s3_server"]
 
 
 @pytest.fixture
-def home(s3_server: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Home]:
+def home(
+    proxy: Proxy, s3_server: S3Server, bucket: str, in_environment: None, monkeypatch: pytest.MonkeyPatch
+) -> Home:
     """The run's place, which this process and its children reach through one proxy."""
-    with Proxy(s3_server.endpoint) as proxy:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
-        monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS_KEY)
-        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET_KEY)
-        monkeypatch.setenv("AWS_REGION", REGION)
-        url = f"s3://{bucket}/run"
-        give_options(url, {**s3_server.options(), "endpoint": proxy.endpoint})
-        yield Home(url, proxy)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+    url = f"s3://{bucket}/run"
+    give_options(url, s3_server.options(endpoint=proxy.endpoint))
+    return Home(url, proxy)
