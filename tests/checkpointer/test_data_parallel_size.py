@@ -26,6 +26,7 @@ from tests.checkpointer.data_parallel import (
     is_one_epoch,
     order_of,
 )
+from tests.checkpointer.test_loaders import Keeping
 
 divisions = st.builds(
     ReplicaAssignment,
@@ -150,29 +151,10 @@ class Stream(IterableDataset[int]):
         return iter(range(self.samples)[self.part])
 
 
-class Keeping:
-    """A loader with a state of its own."""
-
-    def __init__(self, samples: int, rank: int, ranks: int) -> None:
-        self.own, self.taken = list(range(rank, samples, ranks)), 0
-
-    def __iter__(self) -> Iterator[int]:
-        while self.taken < len(self.own):
-            self.taken += 1
-            yield self.own[self.taken - 1]
-        self.taken = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"taken": self.taken}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.taken = state["taken"]
-
-
 MAKE: dict[str, Any] = {
     "batch sampler": lambda rank, ranks: DataLoader(range(36), batch_sampler=ByRank(36, 2, rank, ranks)),  # type: ignore[arg-type]
     "iterable data set": lambda rank, ranks: DataLoader(Stream(36, rank, ranks), 2),
-    "own state": lambda rank, ranks: Keeping(36, rank, ranks),
+    "own state": lambda rank, ranks: Keeping(own=range(rank, 36, ranks)),
     "list": lambda rank, ranks: [
         list(range(36))[rank::ranks][at : at + 2] for at in range(0, 36 // ranks, 2)
     ],
@@ -217,17 +199,17 @@ def test_a_loader_may_say_that_its_position_means_the_same_on_every_rank() -> No
     class Global(Keeping):
         position_is_global = True
 
-    ranks = Ranks(lambda rank, _: Global(12, 0, 1), 2)
+    ranks = Ranks(lambda rank, _: Global(own=range(12)), 2)
     ranks.take(5)
     values = ranks.saved()
-    now = Ranks(lambda rank, _: Global(12, 0, 1), 3, values=values)
+    now = Ranks(lambda rank, _: Global(own=range(12)), 3, values=values)
     now.take(99)
     assert now.by_rank == [[[5], [6], [7], [8], [9], [10], [11]]] * 3
 
     # Said, and not so: the states differ.
     values[1]["sources"][0]["position"]["parts"]["state"] = {"taken": 4}
     with pytest.raises(MismatchError):
-        taken_up(values, 0, 3).open_batches(Global(12, 0, 1))
+        taken_up(values, 0, 3).open_batches(Global(own=range(12)))
 
 
 def test_a_data_set_of_another_length_is_refused() -> None:

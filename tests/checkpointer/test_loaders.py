@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +37,13 @@ class Job:
 class Keeping:
     """A loader with a state of its own; `spoil` makes another of it."""
 
-    def __init__(self, spoil: Callable[[], object] | None = None) -> None:
-        self.taken, self.spoil = 0, spoil
+    def __init__(self, spoil: Callable[[], object] | None = None, own: Sequence[int] = range(1, 7)) -> None:
+        self.own, self.taken, self.spoil = own, 0, spoil
 
     def __iter__(self) -> Iterator[int]:
-        while self.taken < 6:
+        while self.taken < len(self.own):
             self.taken += 1
-            yield self.taken
+            yield self.own[self.taken - 1]
         self.taken = 0
 
     def state_dict(self) -> dict[str, Any]:
