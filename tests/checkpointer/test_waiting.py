@@ -69,22 +69,9 @@ def test_keepers_that_die_at_each_try_are_not_waited_for(
     assert flashckpt.steps(tmp_path / "run") == [checkpointer.completed]
 
 
-class Growing:
-    """State that needs larger slots from some step on."""
-
-    def __init__(self) -> None:
-        self.kept = torch.zeros(1000)
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        return {"kept": self.kept}
-
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        self.kept = state["kept"]
-
-
 def test_what_stands_in_slots_that_were_outgrown_is_waited_for(tmp_path: Path, runtime: Path) -> None:
     """Nothing is captured into the new ones yet: no optimizer has stepped."""
-    growing, job = Growing(), Job()
+    growing, job = {"kept": torch.zeros(1000)}, Job()
     given = {"every": 1, "persist_every": None, "growing": growing, **job.named}
     with flashckpt.attach(tmp_path / "run", **given) as checkpointer:  # type: ignore[arg-type]
         for _ in range(3):
@@ -92,7 +79,7 @@ def test_what_stands_in_slots_that_were_outgrown_is_waited_for(tmp_path: Path, r
             checkpointer.step()
             until_slots(checkpointer)
         until(lambda: newest_sealed(checkpointer) == 3, "the third snapshot")
-        growing.kept = torch.zeros(3_000_000)
+        growing["kept"] = torch.zeros(3_000_000)
         job.train(torch.ones(1, 4))
         checkpointer.step()
         until_slots(checkpointer)
@@ -104,7 +91,7 @@ def test_what_stands_in_slots_that_were_outgrown_is_waited_for(tmp_path: Path, r
 
 def test_what_was_torn_in_slots_that_were_outgrown_is_told(tmp_path: Path, runtime: Path) -> None:
     """Nobody here looks at those slots any more when a bit of it flips: it is not taken for persisted."""
-    growing, job = Growing(), Job()
+    growing, job = {"kept": torch.zeros(1000)}, Job()
     options = flashckpt.Options(grace="3s")
     given = {"every": 1, "persist_every": None, "options": options, "growing": growing, **job.named}
     checkpointer = flashckpt.attach(tmp_path / "run", **given)  # type: ignore[arg-type]
@@ -113,9 +100,8 @@ def test_what_was_torn_in_slots_that_were_outgrown_is_told(tmp_path: Path, runti
         job.train(torch.ones(1, 4))
         checkpointer.step()
         until(lambda step=step: newest_sealed(checkpointer) == step, "the snapshot")
-    found = slots.newest_sealed()
-    slot, snapshot = found
-    growing.kept = torch.zeros(3_000_000)
+    slot, snapshot = slots.newest_sealed()
+    growing["kept"] = torch.zeros(3_000_000)
     job.train(torch.ones(1, 4))
     checkpointer.step()
     until(lambda: slots.ready, "larger slots")
