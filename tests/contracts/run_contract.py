@@ -15,7 +15,7 @@ import flashckpt
 from flashckpt.persist.ledger import lines_of
 from flashckpt.store import open_store
 from tests import zygote
-from tests.resume.training import Trainer, last_of_each
+from tests.resume.training import Trainer, last_of_each, uninterrupted
 from tests.waiting import until
 
 
@@ -47,13 +47,6 @@ class UrlTrainer(Trainer):
             return []
 
 
-def reference(folder: Path, runtime: Path) -> dict[object, object]:
-    folder.mkdir()
-    whole = Trainer(folder, runtime, "workers")
-    whole.finish()
-    return last_of_each(whole.records())
-
-
 class RunContract:
     """The fixture `trainer` trains a run at an empty URL, which this process can open too."""
 
@@ -67,9 +60,9 @@ class RunContract:
         trainer.finish()
         memory, storage = trainer.events("resume")
         assert (memory["tier"], storage["tier"]) == ("memory", "local")
-        assert last_of_each(trainer.records()) == reference(tmp_path / "reference", runtime)
+        assert last_of_each(trainer.records()) == uninterrupted(tmp_path, runtime, "workers")
         assert flashckpt.verify(str(trainer.run)).ok
-        assert {name.partition("-")[0] for name in os.listdir(tmp_path)} <= {"err", "log", "reference"}
+        assert {name.partition("-")[0] for name in os.listdir(tmp_path)} <= {"err", "log", "uninterrupted"}
 
     def test_snapshots_left_by_a_crash_are_recovered_pruned_and_exported(
         self, trainer: UrlTrainer, tmp_path: Path, kill_keepers: Callable[..., None]

@@ -12,9 +12,8 @@ import torch
 import flashckpt
 from flashckpt.replication.run_copy import copy_run
 from flashckpt.store import open_store
-from tests.contracts.run_contract import reference
 from tests.folders import data_of
-from tests.resume.training import Trainer, last_of_each
+from tests.resume.training import Trainer, last_of_each, uninterrupted
 from tests.stores.proxy import Fault, Proxy, Request
 from tests.stores.s3_server import S3Server
 from tests.waiting import until
@@ -46,7 +45,7 @@ def test_a_lost_node(bucket: str, tmp_path: Path, runtime: Path, kill_keepers: C
     [resumed] = trainer.events("resume")
     assert resumed["tier"] == "remote"
     assert resumed["step"] >= newest
-    assert last_of_each(trainer.records()) == reference(tmp_path / "reference", runtime)
+    assert last_of_each(trainer.records()) == uninterrupted(tmp_path, runtime, "workers")
     assert flashckpt.verify(trainer.run).ok
     until(lambda: flashckpt.steps(url)[-1] == flashckpt.steps(trainer.run)[-1], "the newest step")
 
