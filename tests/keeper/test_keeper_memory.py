@@ -29,6 +29,7 @@ from tests.keeper.driver import (
 )
 from tests.keeper.fake import FakeTrainer, keeper_pid
 from tests.memory.policies import DEFAULT, PREFERRED, policy_of
+from tests.processes import is_stopped
 
 MIB = 1 << 20
 SIZE = SlotSize(PAGE, MIB)
@@ -71,11 +72,6 @@ def stop_at(trainer: FakeTrainer, point: str, monkeypatch: pytest.MonkeyPatch) -
     trainer.client.tend()
     monkeypatch.delenv("FLASHCKPT_CRASH_AT")
     return the_keeper(trainer.folder)
-
-
-def is_stopped(pid: int) -> bool:
-    stat = Path(f"/proc/{pid}/task").glob("*/stat")
-    return any(" T " in each.read_text() for each in stat)
 
 
 def test_what_a_trainer_has_is_never_given_to_it_again(run: Path, runtime: Path) -> None:
