@@ -1,4 +1,4 @@
-"""Runs with committed steps, the files of a step, and a bit of one that flips."""
+"""Runs with committed steps, and the files of a step."""
 
 from __future__ import annotations
 
@@ -51,10 +51,3 @@ def record(run: Path, step: int) -> Path:
 def quarantined(run: Path) -> list[int]:
     """The step numbers of the checkpoints that failed two verifications."""
     return [name.step for name in run_view.damaged(LocalStore(str(run)))]
-
-
-def flip(path: Path, offset: int) -> None:
-    """One bit of a file; once more, and it is as it was."""
-    data = bytearray(path.read_bytes())
-    data[offset] ^= 1
-    path.write_bytes(data)

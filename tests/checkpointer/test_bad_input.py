@@ -15,8 +15,9 @@ from torch import nn
 import flashckpt
 from flashckpt import OptionError
 from tests import zygote
-from tests.checkpointer.damaged import flip, shard, trained
+from tests.checkpointer.damaged import shard, trained
 from tests.checkpointer.test_loop import Job, loader
+from tests.folders import flip
 from tests.memory.mounts import fill
 from tests.waiting import until
 

@@ -24,8 +24,8 @@ from flashckpt.memory.region import Record
 from flashckpt.memory.slot import Slot
 from flashckpt.store import open_store
 from tests import run_view
-from tests.checkpointer.damaged import flip
 from tests.commit.runs import newest_of
+from tests.folders import flip
 from tests.keeper.driver import told
 from tests.memory.mounts import small_tmpfs
 from tests.processes import end, keepers_of

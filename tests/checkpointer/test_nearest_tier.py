@@ -16,11 +16,11 @@ from flashckpt.memory.region import SlotHeader
 from flashckpt.replication.run_copy import copy_run
 from flashckpt.store import obstore_client
 from flashckpt.store.local import LocalStore
-from tests import folders
-from tests.checkpointer.damaged import flip, quarantined, record, shard, trained
+from tests.checkpointer.damaged import quarantined, record, shard, trained
 from tests.checkpointer.test_loop import Job
 from tests.checkpointer.test_older_backup import left_in_memory
 from tests.events import ledger
+from tests.folders import flip
 from tests.waiting import until
 
 pytestmark = pytest.mark.usefixtures("runtime")
@@ -102,7 +102,7 @@ def test_of_a_step_whose_slot_is_damaged_the_runs_own_copy_comes_before_an_older
     left_in_memory(run, 2)
     weights, job = weights_of(run, 6), Job()
     for slot in runtime.rglob("slot-*"):
-        folders.flip(slot, SlotHeader.unpacked(slot.read_bytes()[:PAGE]).image_offset + PAGE)
+        flip(slot, SlotHeader.unpacked(slot.read_bytes()[:PAGE]).image_offset + PAGE)
     with flashckpt.attach(run, every=None, persist_every=None, **job.named) as checkpointer:
         assert (checkpointer.resumed.step, checkpointer.resumed.tier) == (6, "local")
     assert torch.equal(job.model.weight, weights)

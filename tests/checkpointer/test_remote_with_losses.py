@@ -14,10 +14,11 @@ from flashckpt.restore import step_choice
 from flashckpt.restore.step_reading import StepReading
 from flashckpt.store.local import LocalStore
 from tests import run_view
-from tests.checkpointer.damaged import flip, record, shard
+from tests.checkpointer.damaged import record, shard
 from tests.checkpointer.test_loop import Job
 from tests.checkpointer.test_nearest_tier import attached, remote, resumed
 from tests.events import ledger
+from tests.folders import flip
 from tests.waiting import until
 
 __all__ = ["remote"]

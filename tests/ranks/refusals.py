@@ -28,7 +28,7 @@ from flashckpt.ranks import job
 from flashckpt.restore import step_choice
 from flashckpt.state.tree import Tree
 from flashckpt.store.local import LocalStore
-from tests.folders import data_of
+from tests.folders import data_of, flip
 
 Case = Callable[[Path, int], Any]
 
@@ -57,9 +57,7 @@ def damage(run: Path, rank: int, *steps: int) -> None:
     if dist.get_rank() == 0:
         for step in steps:
             [shard] = data_of(run, step).glob(f"rank-{rank:05d}-*.safetensors")
-            data = bytearray(shard.read_bytes())
-            data[-1] ^= 1
-            shard.write_bytes(data)
+            flip(shard, -1)
     dist.barrier()
 
 

@@ -11,6 +11,7 @@ import flashckpt
 from flashckpt.store import open_store
 from tests import run_view
 from tests.commit.runs import newest_of
+from tests.folders import flip
 from tests.ranks.launch import Launch, Launcher
 from tests.ranks.test_ddp import PROGRAM, steps_of
 from tests.waiting import until
@@ -38,9 +39,7 @@ def test_a_damaged_step_and_a_new_node(launcher: Launcher, tmp_path: Path) -> No
     name = newest_of(open_store(run), SAVED)
     record = run_view.read(open_store(run), name)
     path = run / record.shard_path(0)
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
+    flip(path, path.stat().st_size // 2)
 
     ended = start(launcher, run, remote, 2).finished()
     began = [each.out[0] for each in ended]

@@ -34,8 +34,9 @@ from flashckpt.options import Environment
 from flashckpt.restore import step_choice, step_reading
 from flashckpt.state.tree import Tree
 from flashckpt.store.local import LocalStore
-from tests.checkpointer.damaged import flip, newest
+from tests.checkpointer.damaged import newest
 from tests.checkpointer.voting import Voting, saving_by_hand
+from tests.folders import flip
 from tests.processes import keepers_of
 from tests.restore.snapshots import read
 from tests.waiting import until

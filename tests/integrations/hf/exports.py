@@ -21,6 +21,7 @@ from flashckpt.errors import DamagedError, FlashckptError, MismatchError, NoSuch
 from flashckpt.export.step import LIST
 from flashckpt.store import open_store
 from flashckpt.transformers import export, keep_config
+from tests.folders import flip
 from tests.integrations.job import Job
 
 WORLD = 2
@@ -97,9 +98,8 @@ def case_tied(home: Path) -> None:
     assert loaded.generation_config.max_new_tokens == 7
     again = transformers.AutoTokenizer.from_pretrained(home / "out")
     assert again("a c b").input_ids == tokenizer("a c b").input_ids
-    damaged = bytearray((home / "run" / "assets.json").read_bytes())
-    damaged[len(damaged) // 2] ^= 1
-    (home / "run" / "assets.json").write_bytes(damaged)
+    assets = home / "run" / "assets.json"
+    flip(assets, assets.stat().st_size // 2)
     refuses(DamagedError, "assets.json", home / "run", home / "again")
     assert sorted(os.listdir(home)) == ["out", "run"]
 
