@@ -9,6 +9,7 @@ import socket
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -100,6 +101,19 @@ def cache() -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="flashckpt-test-cache-", dir="/dev/shm"))
     yield folder
     shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def launcher(tmp_path: Path) -> Iterator[Any]:
+    """Starts several ranks, whose processes and memory go with the test."""
+    # Imported here: only tests of ranks need torch's stores.
+    from tests.ranks.launch import Launcher
+
+    folder = tmp_path / "output"
+    folder.mkdir()
+    made = Launcher(folder)
+    yield made
+    made.close()
 
 
 @pytest.fixture

@@ -10,12 +10,9 @@ import pytest
 
 import flashckpt
 from tests.cache.home import Home, cached_steps, files_in
-from tests.ranks.conftest import launcher
 from tests.ranks.launch import Launch, Launcher
 from tests.ranks.test_ddp import PROGRAM, assert_went_on, undisturbed
 from tests.waiting import until
-
-__all__ = ["launcher"]
 
 pytestmark = pytest.mark.dist
 

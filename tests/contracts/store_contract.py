@@ -30,7 +30,7 @@ IN_STEP = f"data/1/{SHARD}"
 
 @pytest.fixture(scope="module")
 def shard() -> Iterator[Shard]:
-    """For each module that has a store: import it there."""
+    """For each module that has a store."""
     made = Shard()
     yield made
     os.close(made.region.descriptor)

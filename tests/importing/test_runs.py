@@ -19,7 +19,6 @@ from flashckpt.errors import MismatchError, RunError, UnusableRunError
 from flashckpt.importing.run import Mapped, import_checkpoint
 from tests.contracts.test_recover_contract import shell
 from tests.importing.ranks import made
-from tests.ranks.conftest import launcher as launcher
 from tests.ranks.launch import Launcher
 from tests.zygote import Zygote
 

@@ -32,7 +32,6 @@ from flashckpt.memory.runtime import (
     RuntimeFolder,
     enter,
     identity_of,
-    is_alive,
     trainer_lock_name,
 )
 from flashckpt.memory.slot import Slot, SlotRing, SlotState, Word
@@ -430,8 +429,6 @@ def keeper_pid(folder: RuntimeFolder) -> int | None:
     finally:
         os.close(descriptor)
 
-
-__all__ = ["FakeTrainer", "content", "is_alive", "keeper_pid", "layout_for", "main", "open_runtime"]
 
 if __name__ == "__main__":
     main(sys.stdin)

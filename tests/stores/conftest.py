@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from tests.contracts.store_contract import shard
 from tests.stores import azure_server as azure
 from tests.stores import s3_server as s3
 from tests.stores import ssh_server as ssh
@@ -26,6 +27,8 @@ from tests.stores.moto_server import MotoServer
 from tests.stores.proxy import Proxy
 from tests.stores.s3_server import ACCESS_KEY, REGION, SECRET_KEY, CephServer, S3Server
 from tests.stores.ssh_server import SshServer
+
+__all__ = ["shard"]
 
 
 def s3_program() -> tuple[str, list[str]]:

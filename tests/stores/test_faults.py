@@ -28,13 +28,11 @@ from flashckpt.store.obstore_client import ObstoreClient
 from flashckpt.store.read_plan import read_shard
 from tests import run_view
 from tests.commit.runs import commit
-from tests.contracts.store_contract import Shard, shard
+from tests.contracts.store_contract import Shard
 from tests.persist.node import begun
 from tests.stores.memory_client import MemoryClient
 from tests.stores.proxy import Fault, Proxy, Request
 from tests.stores.s3_server import SECRET_KEY, CephServer, S3Server
-
-__all__ = ["shard"]
 
 pytestmark = pytest.mark.process
 

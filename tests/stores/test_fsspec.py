@@ -34,11 +34,9 @@ from flashckpt.store.objects import ObjectStore
 from flashckpt.store.read_plan import read_shard
 from tests import run_view
 from tests.commit.runs import attempt_at, commit, new_run
-from tests.contracts.store_contract import Shard, shard
+from tests.contracts.store_contract import Shard
 from tests.recovery.scene import whole_tree
 from tests.stores.ssh_server import SshServer
-
-__all__ = ["shard"]
 
 
 @pytest.fixture(params=["local", pytest.param("sftp", marks=pytest.mark.process)])

@@ -18,11 +18,9 @@ from flashckpt.store.compressed_file import Codec, write_compressed
 from flashckpt.store.objects import COMPRESSED_PART_BYTES, PART_BYTES, ObjectStore, _part_bytes
 from flashckpt.store.obstore_client import ObstoreClient
 from flashckpt.store.read_plan import read_shard
-from tests.contracts.store_contract import SHARD, OneProcessContract, Shard, StoreContract, shard
+from tests.contracts.store_contract import SHARD, OneProcessContract, Shard, StoreContract
 from tests.stores.azure_server import AzureServer
 from tests.stores.s3_server import S3Server
-
-__all__ = ["shard"]
 
 pytestmark = pytest.mark.process
 

@@ -7,10 +7,8 @@ import pytest
 from flashckpt.errors import OptionError
 from flashckpt.store import objects, open_store
 from flashckpt.store.objects import PART_BYTES, ObjectStore, UploadRate
-from tests.contracts.store_contract import Shard, shard
+from tests.contracts.store_contract import Shard
 from tests.stores.memory_client import MemoryClient
-
-__all__ = ["shard"]
 
 
 class Clock:
