@@ -52,7 +52,6 @@ class Launch:
     forked: dict[int, zygote.Forked] = field(default_factory=dict)
     store: TCPStore | None = None
     command: Sequence[str] = ()
-    environment: Mapping[str, str] = field(default_factory=dict)
 
     def pid_of(self, rank: int) -> int:
         """The process of a forked rank."""
@@ -163,7 +162,6 @@ class Launcher:
         nodes: int | Sequence[int] = 1,
         least_nodes: int | None = None,
         max_restarts: int = 0,
-        environment: Mapping[str, str] | None = None,
     ) -> Launch:
         """`python -m torch.distributed.run`: one launcher a node. nodes: how many, or which ones of before.
         least_nodes: with how few of them the job goes on."""
@@ -189,7 +187,6 @@ class Launcher:
             *meeting, f"--nproc-per-node={ranks}", f"--max-restarts={max_restarts}",
             "--monitor-interval=0.1", "-m", "tests.ranks.rank", program, *map(str, arguments),
         ]  # fmt: skip
-        launch.environment = environment or {}
         for node in which:
             self.start_launcher(launch, node)
         return launch
@@ -202,7 +199,7 @@ class Launcher:
                 stdin=zygote.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=self._environment(launch, node, launch.environment),
+                env=self._environment(launch, node, None),
                 start_new_session=True,
             )
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from flashckpt import _native
@@ -14,31 +12,21 @@ from flashckpt.format.layout import Leaf
 from flashckpt.format.names import AttemptName
 from flashckpt.restore.filling import LiveLayout, check_fits
 from flashckpt.restore.snapshot import Snapshot
-from flashckpt.restore.step_reading import StepReading, host_bytes
+from flashckpt.restore.step_reading import StepReading
 from flashckpt.state.tree import Tree
 from tests import run_view
 from tests.state.image import Image, raw_bytes
 
 
-def snapshot_of(image: Image, tree: Tree | None = None, **how: Any) -> Snapshot:
-    """The snapshot of an image, in memory. tree: whose live tensors it is read into, as far as it can be."""
+def snapshot_of(image: Image) -> Snapshot:
+    """The snapshot of an image, in memory."""
     saved = image.saved()
     tensors = {name: saved.tensor(name) for name in saved.leaves}
     digests = {name: digest_of(each) for name, each in tensors.items()}
-    found = Snapshot(
+    return Snapshot(
         step=4, attempt=AttemptName(1, "00000000"), boundary=4, tier="memory", leaves=saved.leaves,
-        digests=digests, values={"state": saved.value}, tensors=tensors, **how,
+        digests=digests, values={"state": saved.value}, tensors=tensors,
     )  # fmt: skip
-    if tree is not None:
-        assert tree.differences(found.saved) == []
-        targets = tree.targets(found.saved)
-        for name, tensor in list(tensors.items()):
-            place = targets.get(name)
-            into = torch.empty_like(tensor) if place is None else place
-            host_bytes(into)[:] = host_bytes(tensor)
-            tensors[name] = into
-        found.own.update(tensors.keys() - targets.keys())
-    return found
 
 
 def taken(tree: Tree, record: run_view.Record, rank: int, world: int, *, is_direct: bool = True) -> Snapshot:
