@@ -150,14 +150,15 @@ class LeafDigests:
 
 class FilePlan:
     """The needed chunks of one file and the destinations of their bytes. Compares each chunk with its
-    checksum, digests it, and copies it to its destinations, which must stay mapped. A bad chunk is not
-    copied.
+    checksum, digests it, and copies it to its destinations, which must stay mapped until the plan is closed
+    or no thread reads. A bad chunk is not copied.
 
     checksums: 16 bytes for each chunk. The other arrays are u64. copies: for each copy the first byte in the
     file, the address in memory, the bytes of a run, the number of dimensions, and for each dimension,
     outermost first, the count and the strides in the file and in memory. parts: for each part the first byte
     in the file, the end, the index of its leaf in `digests`, and its first byte in the leaf. ranges: further
-    bytes to read, first and end. direct: read past the page cache, if the file system allows it."""
+    bytes to read, first and end. direct: read past the page cache, if the file system allows it. progress: 0,
+    or the address of a u64 to which the bytes done are added until the plan is closed."""
 
     def __init__(
         self,
@@ -170,6 +171,7 @@ class FilePlan:
         ranges: Buffer,
         digests: LeafDigests,
         direct: bool = True,
+        progress: int = 0,
     ) -> None: ...
     @property
     def num_bytes(self) -> int: ...
@@ -181,17 +183,16 @@ class FilePlan:
     def bad_chunks(self) -> list[int]:
         """Return the chunks with a wrong checksum, in order."""
 
-    def read(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        threads: int = 2,
-        progress: int = 0,
-        cancel: int = 0,
-    ) -> None:
-        """Read the remaining chunks. progress: 0, or the address of a u64 to which the read bytes are added.
-        cancel: 0, or the address of a u64: once it is not 0, no chunk is begun, and OSError (ECANCELED) is
-        raised. Raises ValueError, and reads nothing, for a file of another length."""
+    @property
+    def is_closed(self) -> bool: ...
+    @staticmethod
+    def close(plans: list[FilePlan]) -> None:
+        """Begin no further chunk of these plans. Afterwards no thread writes to a destination, also one whose
+        read ends later. No signal's handler runs before all are closed."""
+
+    def read(self, path: str | os.PathLike[str], *, threads: int = 2) -> None:
+        """Read the remaining chunks. Raises ValueError, and reads nothing, for a file of another length;
+        OSError (ECANCELED) if the plan was closed."""
 
     def add(self, offset: int, data: Buffer) -> None:
         """Add the chunks at `offset` of the file, from any thread. Skips chunks that are not needed or were

@@ -7,13 +7,16 @@ import os
 import queue
 import select
 import threading
-from collections.abc import Callable
-from concurrent.futures import Future
-from typing import Any, TypeVar
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Sequence
+from concurrent.futures import Future, wait
+from functools import partial, wraps
+from typing import Any, TypeVar, cast
 
 from flashckpt.errors import OutOfSpaceError
 
 _Found = TypeVar("_Found")
+_Call = TypeVar("_Call", bound=Callable[..., Any])
 
 _POLL_S = 0.1
 
@@ -36,18 +39,87 @@ def watched(name: str, work: Callable[[], _Found], report: Callable[[], object])
     """Return what `work` returns. Runs it in a thread, for which an interrupt does not wait, and calls
     `report` until it is done."""
     done: Future[_Found] = Future()
-
-    def run() -> None:
-        try:
-            done.set_result(work())
-        except BaseException as error:
-            done.set_exception(error)
-
-    thread = start_thread(f"flashckpt-{name}", run)
+    thread = start_thread(f"flashckpt-{name}", partial(_settle, done, work))
     while thread.is_alive():
         thread.join(_POLL_S)
         report()
     return done.result()
+
+
+def results(
+    name: str,
+    calls: Iterable[Callable[[], _Found]],
+    threads: int,
+    most: int = 0,
+    stop: Callable[[], object] = lambda: None,
+) -> Generator[_Found, None, None]:
+    """Make these calls in daemon threads, `threads` of them concurrently, and yield their results in order.
+    `most`: how many are made, or wait for a thread, before the first result is taken; by default twice
+    `threads`.
+
+    After an error of a call, no other is made, and those in progress are waited for, once `stop` was called.
+    Where the wait itself ends, by the handler of a signal, or the caller wants no more results, nothing waits
+    for a call: neither this nor the end of the process. Storage may never answer it."""
+    jobs: queue.SimpleQueue[tuple[Future[_Found], Callable[[], _Found]] | None] = queue.SimpleQueue()
+    under_way = deque[Future[_Found]]()
+
+    def serve() -> None:
+        while (job := jobs.get()) is not None:
+            _settle(*job)
+            del job  # what a call holds is released when it has ended
+
+    def oldest() -> _Found:
+        _wait([under_way[0]])
+        if under_way[0].exception() is not None:
+            stop()
+            _wait([each for each in under_way if not each.cancel()])
+        return under_way.popleft().result()
+
+    try:
+        for number, call in enumerate(calls):
+            if number < threads:
+                start_thread(f"flashckpt-{name}", serve)
+            if len(under_way) == (most or 2 * threads):
+                yield oldest()
+            under_way.append(Future())
+            jobs.put((under_way[-1], call))
+            del call
+        while under_way:
+            yield oldest()
+    finally:
+        for each in under_way:
+            each.cancel()
+        for _ in range(threads):
+            jobs.put(None)
+
+
+def _wait(futures: Sequence[Future[Any]]) -> None:
+    """Wait until all have ended. In short waits: one that begins just after a signal is not ended by it."""
+    while wait(futures, _POLL_S).not_done:
+        pass
+
+
+def _settle(future: Future[_Found], call: Callable[[], _Found]) -> None:
+    try:
+        if future.set_running_or_notify_cancel():
+            future.set_result(call())
+    except BaseException as error:
+        future.set_exception(error)
+        del future, call  # the error holds this frame
+
+
+def interruptible(call: _Call) -> _Call:
+    """Make a function that, in the main thread, ends at once when the handler of a signal raises: its work is
+    in another thread, and is left there. For what changes nothing."""
+
+    @wraps(call)
+    def begun(*args: Any, **named: Any) -> Any:
+        work = partial(call, *args, **named)
+        if threading.current_thread() is not threading.main_thread():
+            return work()
+        return next(results("request", [work], 1))
+
+    return cast(_Call, begun)
 
 
 log = logging.getLogger(__name__)

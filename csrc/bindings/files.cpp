@@ -121,9 +121,10 @@ std::vector<std::pair<std::uint64_t, std::uint64_t>> ranges_of(nb::handle object
 class Plan {
   public:
     Plan(std::uint64_t num_bytes, std::uint64_t chunk_bytes, nb::handle checksums, nb::handle copies,
-         nb::handle parts, nb::handle ranges, const LeafDigests& digests, bool direct)
+         nb::handle parts, nb::handle ranges, const LeafDigests& digests, bool direct, std::uint64_t progress)
         : plan_(Geometry{num_bytes, chunk_bytes, {}, {}}, checksums_of(checksums), copies_of(copies),
-                parts_of(parts), ranges_of(ranges), digests.shared(), direct) {
+                parts_of(parts), ranges_of(ranges), digests.shared(), direct, progress) {
+        if (progress != 0) u64_pointer(progress);
         raise_if(plan_.error());
     }
 
@@ -144,15 +145,13 @@ class Plan {
         return chunks;
     }
 
-    void read(nb::handle path, int threads, std::uint64_t progress, std::uint64_t cancel) {
-        if (progress != 0) u64_pointer(progress);
-        if (cancel != 0) u64_pointer(cancel);
+    void read(nb::handle path, int threads) {
         const std::string local = path_of(path);
-        const ReadOptions options{checked_threads(threads), progress, cancel};
+        checked_threads(threads);
         Error error;
         {
             Released released;
-            error = plan_.read(local, options);
+            error = plan_.read(local, threads);
         }
         raise_if(error);
     }
@@ -164,6 +163,14 @@ class Plan {
         Released released;
         for (std::uint64_t at = 0; at < view.num_bytes(); at += chunk_bytes)
             plan_.add((offset + at) / chunk_bytes, static_cast<const std::uint8_t*>(view.data()) + at);
+    }
+
+    bool is_closed() const { return plan_.is_closed(); }
+
+    // Keeps the GIL: no signal's handler runs between two plans.
+    static void close(const nb::list& plans) {
+        for (nb::handle each : plans)
+            nb::cast<Plan&>(each).plan_.close();
     }
 
   private:
@@ -219,16 +226,17 @@ void bind_files(nb::module_& module) {
         .def("digests", &LeafDigests::digests);
     nb::class_<Plan>(module, "FilePlan")
         .def(nb::init<std::uint64_t, std::uint64_t, nb::handle, nb::handle, nb::handle, nb::handle,
-                      const LeafDigests&, bool>(),
+                      const LeafDigests&, bool, std::uint64_t>(),
              nb::kw_only(), nb::arg("num_bytes"), nb::arg("chunk_bytes"), nb::arg("checksums"),
              nb::arg("copies"), nb::arg("parts"), nb::arg("ranges"), nb::arg("digests"),
-             nb::arg("direct") = true)
+             nb::arg("direct") = true, nb::arg("progress") = 0)
         .def_prop_ro("num_bytes", &Plan::num_bytes)
         .def_prop_ro("chunk_bytes", &Plan::chunk_bytes)
         .def("left", &Plan::left)
         .def("bad_chunks", &Plan::bad_chunks)
-        .def("read", &Plan::read, nb::arg("path"), nb::kw_only(), nb::arg("threads") = 2,
-             nb::arg("progress") = 0, nb::arg("cancel") = 0)
+        .def_prop_ro("is_closed", &Plan::is_closed)
+        .def("read", &Plan::read, nb::arg("path"), nb::kw_only(), nb::arg("threads") = 2)
+        .def_static("close", &Plan::close, nb::arg("plans"))
         .def("add", &Plan::add, nb::arg("offset"), nb::arg("data"));
 }
 

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <mutex>
 #include <unistd.h>
 
 namespace flashckpt {
@@ -131,19 +132,13 @@ Error check_parts(const std::vector<LeafPart>& parts, const std::vector<std::uin
     return {};
 }
 
-Error check_cancel(std::uint64_t cancel, const std::string& path) {
-    if (cancel == 0 || __atomic_load_n(reinterpret_cast<std::uint64_t*>(cancel), __ATOMIC_ACQUIRE) == 0)
-        return {};
-    return os_error(ECANCELED, "what is read is not needed any more", path);
-}
-
 } // namespace
 
 FilePlan::FilePlan(Geometry geometry, std::vector<Checksum> checksums, std::vector<Copy> copies,
                    std::vector<LeafPart> parts, const std::vector<Range>& ranges,
-                   std::shared_ptr<PieceDigests> digests, bool direct)
+                   std::shared_ptr<PieceDigests> digests, bool direct, std::uint64_t progress)
     : geometry_(std::move(geometry)), checksums_(std::move(checksums)), copies_(std::move(copies)),
-      audit_(geometry_, sorted(parts), digests), direct_(direct) {
+      audit_(geometry_, sorted(parts), digests), direct_(direct), progress_(progress) {
     std::vector<Range> needed = ranges;
     for (const LeafPart& part : parts)
         needed.emplace_back(part.begin, part.end);
@@ -228,6 +223,8 @@ FilePlan::Need* FilePlan::need_of(std::uint64_t chunk) {
 }
 
 void FilePlan::take(Need& need, const std::uint8_t* data) {
+    std::shared_lock lock(writing_);
+    if (is_closed()) return;
     bool is_right = audit_.add(need.chunk, data) == checksums_[need.chunk];
     if (is_right) {
         const std::uint64_t begin = need.chunk * geometry_.chunk_bytes;
@@ -236,6 +233,12 @@ void FilePlan::take(Need& need, const std::uint8_t* data) {
             copy_common(copies_[index], 0, copies_[index].source, copies_[index].target, window);
     }
     need.state.store(is_right ? State::done : State::bad);
+    report_progress(progress_, geometry_.bytes_of(need.chunk));
+}
+
+void FilePlan::close() {
+    is_closed_.store(true);
+    std::unique_lock lock(writing_);
 }
 
 void FilePlan::add(std::uint64_t chunk, const std::uint8_t* data) {
@@ -244,7 +247,7 @@ void FilePlan::add(std::uint64_t chunk, const std::uint8_t* data) {
     if (need != nullptr && need->state.compare_exchange_strong(expected, State::begun)) take(*need, data);
 }
 
-Error FilePlan::read(const std::string& path, const ReadOptions& options) {
+Error FilePlan::read(const std::string& path, int threads) {
     Fd fd;
     if (Error error = open_to_read(path, fd)) return error;
     std::uint64_t size = 0;
@@ -259,23 +262,25 @@ Error FilePlan::read(const std::string& path, const ReadOptions& options) {
     for (std::size_t i = 0; i < num_needs_; ++i) {
         if (needs_[i].state.load() == State::left) needs.push_back(&needs_[i]);
     }
+    auto closed = [&]() -> Error {
+        return is_closed() ? os_error(ECANCELED, "what is read is not needed any more", path) : Error{};
+    };
     auto make = [&]() -> ChunkWork {
         auto buffer = std::make_shared<Mapping>();
         const Error failed = Mapping::anonymous(geometry_.chunk_bytes, *buffer);
         return [&, buffer, failed](std::uint64_t index) -> Error {
             Need& need = *needs[index];
             if (failed) return failed;
-            if (Error error = check_cancel(options.cancel, path)) return error;
+            if (Error error = closed()) return error;
             const std::uint64_t num_bytes = geometry_.bytes_of(need.chunk);
             const std::uint64_t offset = need.chunk * geometry_.chunk_bytes;
             std::uint8_t* const data = buffer->data();
             if (Error error = file.read(data, num_bytes, round_up(num_bytes, kPage), offset)) return error;
             take(need, data);
-            report_progress(options.progress, num_bytes);
-            return {};
+            return closed();
         };
     };
-    return each_chunk(needs.size(), std::min(requests_in_flight(options.threads), kMostBuffers), make);
+    return each_chunk(needs.size(), std::min(requests_in_flight(threads), kMostBuffers), make);
 }
 
 } // namespace flashckpt

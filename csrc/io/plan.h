@@ -9,6 +9,7 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <shared_mutex>
 #include <string>
 #include <utility>
 #include <vector>
@@ -31,21 +32,17 @@ struct Copy {
     std::vector<std::uint64_t> extents; // bytes of the file from the first to the last of steps [i, …)
 };
 
-struct ReadOptions {
-    int threads = 2;
-    std::uint64_t progress = 0; // 0, or an address whose u64 grows by the bytes done
-    std::uint64_t cancel = 0;   // 0, or the address of a u64: once not 0, start no further chunk (ECANCELED)
-};
-
-// All destinations must stay mapped while chunks are added. A chunk is read into a buffer, and copied to its
-// destinations after its checksum is verified: no byte of a bad chunk reaches a destination.
+// All destinations must stay mapped while chunks are added, or until the plan is closed. A chunk is read into
+// a buffer, and copied to its destinations after its checksum is verified: no byte of a bad chunk reaches a
+// destination.
 class FilePlan {
   public:
     // `parts`: digested parts of the file. `ranges`: further needed bytes, as start and stop. `direct`: read
-    // past the page cache if the file system allows it.
+    // past the page cache if the file system allows it. `progress`: 0, or an address whose u64 grows by the
+    // bytes done, until the plan is closed.
     FilePlan(Geometry geometry, std::vector<Checksum> checksums, std::vector<Copy> copies,
              std::vector<LeafPart> parts, const std::vector<std::pair<std::uint64_t, std::uint64_t>>& ranges,
-             std::shared_ptr<PieceDigests> digests, bool direct = true);
+             std::shared_ptr<PieceDigests> digests, bool direct = true, std::uint64_t progress = 0);
     FilePlan(const FilePlan&) = delete;
     FilePlan& operator=(const FilePlan&) = delete;
 
@@ -58,10 +55,15 @@ class FilePlan {
     // The chunks with a wrong checksum, in order.
     std::vector<std::uint64_t> bad_chunks() const;
 
-    // Reads the chunks that are left. Returns a value error, and reads nothing, for a file of another length.
-    Error read(const std::string& path, const ReadOptions& options);
+    // Reads the chunks that are left. Returns a value error, and reads nothing, for a file of another length;
+    // ECANCELED once the plan is closed.
+    Error read(const std::string& path, int threads);
     // Adds all bytes of one chunk. Ignores a chunk that is not needed or was already added.
     void add(std::uint64_t chunk, const std::uint8_t* data);
+
+    // Begins no further chunk. Afterwards no thread writes to a destination, also one whose read ends later.
+    void close();
+    bool is_closed() const { return is_closed_.load(); }
 
   private:
     struct Need {
@@ -79,6 +81,9 @@ class FilePlan {
     std::vector<Copy> copies_;
     Audit audit_;
     bool direct_;
+    std::uint64_t progress_;
+    std::atomic<bool> is_closed_{false};
+    std::shared_mutex writing_; // shared by those that write to destinations
     Error error_;
     std::unique_ptr<Need[]> needs_; // by chunk
     std::size_t num_needs_ = 0;

@@ -7,9 +7,9 @@ committed. Retention is part of the commit; what it drops is deleted by `collect
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 from flashckpt import crashpoints
 from flashckpt.catalogue import changes
@@ -25,6 +25,7 @@ from flashckpt.format.names import CommitName, SnapshotId
 from flashckpt.format.records import Part
 from flashckpt.options import Keep
 from flashckpt.store.base import Store, write_once
+from flashckpt.threads import results
 
 KEEP_ALL = Keep(last=10**9)
 """The retention of a process that deletes no checkpoint."""
@@ -139,9 +140,8 @@ def _read_heads(store: Store, folder: Folder, heads: dict[str, PartHead]) -> Non
         with suppress(OSError):
             Stores({HOME.store: store}).run(HOME.heads(folder, {name: names[name]}, heads))
 
-    with ThreadPoolExecutor(_AT_ONCE) as pool:
-        for _ in pool.map(read, names.keys() - heads.keys()):
-            pass
+    for _ in results("heads", (partial(read, name) for name in names.keys() - heads.keys()), _AT_ONCE):
+        pass
 
 
 def found_run(store: Store, folder: Folder, run_id: str) -> View:

@@ -14,12 +14,10 @@ import mmap
 import os
 import tempfile
 import warnings
-from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, repeat
 from typing import IO, TYPE_CHECKING
 
 from flashckpt.commit.steps import StepRecord
@@ -29,6 +27,7 @@ from flashckpt.memory import memory_budget
 from flashckpt.restore.step_tensors import Parts, Piece, TensorSlice, entry_of, transient_names
 from flashckpt.restore.whole_tensors import WholeTensors, pieces
 from flashckpt.store.base import Store
+from flashckpt.threads import results
 
 if TYPE_CHECKING:
     import torch
@@ -171,9 +170,6 @@ def only_module(record: StepRecord, only: Sequence[str], format: str) -> str:
 Progress = Callable[[int, int], None]
 INDEX = "model.safetensors.index.json"
 _ALIGNMENT = 8
-# Pieces to read ahead of writing. A piece is part of one tensor and has up to 24 MiB, or 64 MiB for a tensor
-# that ranks have in columns.
-_READ_AHEAD = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,8 +201,12 @@ def write_image(file: int, selected: Selected, done: int = 0, total: int | None 
     header = _header(selected, ordered)
     _write_all(file, memoryview(header))
     total = selected.num_bytes if total is None else total
-    with closing(read_ahead(pieces_of(selected.record.store, ordered))) as pieces:
+    # The next ones are read and verified in a thread meanwhile.
+    verified = pieces_of(selected.record.store, ordered)
+    with closing(results("export", repeat(lambda: next(verified, None)), 1)) as pieces:
         for piece in pieces:
+            if piece is None:
+                break
             _write_all(file, piece)
             done += len(piece)
             selected.progress(done, total)
@@ -306,18 +306,6 @@ def _header(selected: Selected, ordered: Sequence[SelectedLeaf]) -> bytes:
 def _write_all(file: int, data: memoryview) -> None:
     while data:
         data = data[os.write(file, data) :]
-
-
-def read_ahead(pieces: Iterator[memoryview]) -> Generator[memoryview]:
-    """Yield the pieces. A thread reads and verifies the next ones while the caller writes."""
-    with ThreadPoolExecutor(1, "flashckpt-export") as pool:
-        under_way = deque(pool.submit(next, pieces, None) for _ in range(_READ_AHEAD))
-        try:
-            while (piece := under_way.popleft().result()) is not None:
-                under_way.append(pool.submit(next, pieces, None))
-                yield piece
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
 
 
 # Tensors, for writers that take them

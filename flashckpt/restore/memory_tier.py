@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ from flashckpt.format.typed import decode_json
 from flashckpt.memory.slot import Sealed, Slot, SlotState, Word
 from flashckpt.restore.snapshot import Snapshot, leaf_view
 from flashckpt.restore.step_reading import check_memory
-from flashckpt.store.read_plan import each_piece
+from flashckpt.threads import results
 
 TIERS = {Place.MEMORY: "memory", Place.CACHE: "cache", Place.HOME: "local", Place.MIRROR: "remote"}
 
@@ -239,7 +240,9 @@ def fetch(ranges: Sequence[SlotRange], step: int, threads: int) -> list[tuple[me
             view, offset = view[num_bytes:], offset + num_bytes
 
     try:
-        each_piece("the cache", chunks, max(1, min(threads, _MOST_THREADS)), read)
+        at_once = max(1, min(threads, _MOST_THREADS))
+        for _ in results("cache", (partial(read, *each) for each in chunks), at_once):
+            pass
     except OSError as error:
         raise DamagedError(
             f"The cached copy of step {step} cannot be read: {error}. It is passed over.", step=step

@@ -39,12 +39,10 @@ class NodeCopies:
         self.url = store.url
         self._store, self._copies = store, copies
 
-    def read_chunks(
-        self, path: str, plan: _native.FilePlan, *, threads: int = 2, progress: int = 0, cancel: int = 0
-    ) -> None:
+    def read_chunks(self, path: str, plan: _native.FilePlan, *, threads: int = 2) -> None:
         """See `Store.read_chunks`."""
         if (copy := self._copies.get(path)) is None:
-            self._store.read_chunks(path, plan, threads=threads, progress=progress, cancel=cancel)
+            self._store.read_chunks(path, plan, threads=threads)
             return
 
         def read(start: int, stop: int) -> bytes:
@@ -53,7 +51,7 @@ class NodeCopies:
                 raise OSError(errno.EIO, "the copy of another rank is truncated", path)
             return data
 
-        add_pieces(path, plan, _PIECE_BYTES, threads, read, progress, cancel)
+        add_pieces(path, plan, _PIECE_BYTES, threads, read)
 
 
 @contextmanager

@@ -162,15 +162,11 @@ class Store(Protocol):
         """Write a new file from pieces of any length with at most `most_bytes` in total. Otherwise like
         `write_shard`."""
 
-    def read_chunks(
-        self, path: str, plan: _native.FilePlan, *, threads: int = 2, progress: int = 0, cancel: int = 0
-    ) -> None:
+    def read_chunks(self, path: str, plan: _native.FilePlan, *, threads: int = 2) -> None:
         """Read the chunks of a shard that `plan` still needs, into the plan, which records damaged chunks.
         Raises LengthError, before it reads anything, if the file has another length. A name that ends with
-        `.zst` is a compressed file, whose plan is that of the plain one.
-
-        `progress`: 0, or the address of a u64 to which the number of bytes done is added. `cancel`: 0, or the
-        address of a u64; once it is not 0, start no further read and raise OSError (ECANCELED)."""
+        `.zst` is a compressed file, whose plan is that of the plain one. Starts no further read once the plan
+        is closed, and raises OSError (ECANCELED)."""
 
     def read_bytes(self, path: str, offset: int, num_bytes: int) -> bytes:
         """Read bytes of a file, unverified. Raises LengthError if the file ends before."""

@@ -13,11 +13,10 @@ import os
 import struct
 import threading
 from array import array
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from itertools import accumulate, islice
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from flashckpt import _native
@@ -27,6 +26,7 @@ from flashckpt.format.records import CHUNK_BYTES
 from flashckpt.options import Compress
 from flashckpt.store.base import WRITE_THREADS, MemoryRange, Store, Written
 from flashckpt.store.read_plan import ImageSums, add_pieces
+from flashckpt.threads import results
 
 _PIECE_BYTES = 8 << 20
 """Plain bytes that a thread reads and unpacks at once: a multiple of a frame."""
@@ -41,8 +41,6 @@ def read_compressed(
     stored_bytes: int,
     plan: _native.FilePlan,
     at_once: int,
-    progress: int = 0,
-    cancel: int = 0,
 ) -> None:
     """Read the chunks that a plan of the plain file still needs from the compressed file at `path`, which has
     `stored_bytes`. `at_once`: how many pieces concurrently. DamagedError if the file is damaged, or is that
@@ -64,7 +62,7 @@ def read_compressed(
                 raise damaged(path, f"frame {index} cannot be unpacked: {error}") from error
         return plain[start - begin : stop - begin]
 
-    add_pieces(path, plan, _PIECE_BYTES, at_once, fetch, progress, cancel)
+    add_pieces(path, plan, _PIECE_BYTES, at_once, fetch)
 
 
 # ---- writing: whether compression is worth it, and the threads that compress
@@ -108,23 +106,13 @@ def write_compressed(
 
     def pieces() -> Iterator[bytes]:
         """The file's bytes. A frame counts as done when the next one is requested."""
-        under_way = deque[tuple[int, Future[bytes]]]()
-        with ThreadPoolExecutor(WRITE_THREADS, thread_name_prefix="compress") as pool:
-            try:
-                starts = iter(range(0, num_bytes, FRAME_BYTES))
-                while True:
-                    for start in islice(starts, WRITE_THREADS + 1 - len(under_way)):
-                        under_way.append((start, pool.submit(packed, start)))
-                    if not under_way:
-                        break
-                    start, future = under_way.popleft()
-                    sent.append(len(frame := future.result()))
-                    yield frame
-                    if progress:
-                        _native.fetch_add(progress, min(FRAME_BYTES, num_bytes - start))
-            finally:
-                for _, each in under_way:
-                    each.cancel()
+        starts = range(0, num_bytes, FRAME_BYTES)
+        frames = results("compress", (partial(packed, start) for start in starts), WRITE_THREADS)
+        for start, frame in zip(starts, frames, strict=True):
+            sent.append(len(frame))
+            yield frame
+            if progress:
+                _native.fetch_add(progress, min(FRAME_BYTES, num_bytes - start))
         table = table_bytes(num_bytes, widths, sent)
         sent.append(len(table))
         yield table

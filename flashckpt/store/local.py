@@ -223,17 +223,15 @@ class LocalStore:
             with suppress(FileNotFoundError), self._folder(folders) as folder:
                 self._system.remove(temporary, folder)
 
-    def read_chunks(
-        self, path: str, plan: _native.FilePlan, *, threads: int = 2, progress: int = 0, cancel: int = 0
-    ) -> None:
+    def read_chunks(self, path: str, plan: _native.FilePlan, *, threads: int = 2) -> None:
         if path.endswith(COMPRESSED):
             with self._opened(path) as (_, stored_bytes):
-                read_compressed(self, path, stored_bytes, plan, max(1, threads), progress, cancel)
+                read_compressed(self, path, stored_bytes, plan, max(1, threads))
             return
         self._check_length(path, plan.num_bytes)
         local = os.path.join(self._root, path)
         try:
-            plan.read(local, threads=threads, progress=progress, cancel=cancel)
+            plan.read(local, threads=threads)
         except (ValueError, OSError) as error:
             # The file may have been truncated during the read.
             self._check_length(path, plan.num_bytes)

@@ -276,16 +276,14 @@ class ObjectStore:
             self._rate.count(len(part), waits=True)
             yield part
 
-    def read_chunks(
-        self, path: str, plan: _native.FilePlan, *, threads: int = 2, progress: int = 0, cancel: int = 0
-    ) -> None:
+    def read_chunks(self, path: str, plan: _native.FilePlan, *, threads: int = 2) -> None:
         size = self._client.size(_key(path))
         if path.endswith(COMPRESSED):
-            read_compressed(self, path, size, plan, max(threads, _AT_ONCE), progress, cancel)
+            read_compressed(self, path, size, plan, max(threads, _AT_ONCE))
             return
         if size != plan.num_bytes:
             raise other_length(path, size, plan.num_bytes)
-        add_pieces(path, plan, PART_BYTES, _AT_ONCE, partial(self._range, path), progress, cancel)
+        add_pieces(path, plan, PART_BYTES, _AT_ONCE, partial(self._range, path))
 
     def read_bytes(self, path: str, offset: int, num_bytes: int) -> bytes:
         return bytes(self._range(path, offset, offset + num_bytes))

@@ -21,6 +21,7 @@ from urllib.request import getproxies_environment, proxy_bypass
 from flashckpt.errors import OptionError
 from flashckpt.printable import cause, escaped, redacted
 from flashckpt.store.base import Entry
+from flashckpt.threads import interruptible
 
 # Retry policy of each request, also of each part of an upload.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _DEADLINE_S = 0.1, 5.0, 60.0
@@ -128,6 +129,7 @@ class ObstoreClient:
             self._uploads = self._open(_DEADLINE_S, _LONGEST_PAUSE_S, timeout=limit_s)
             self._upload_s = limit_s
 
+    @interruptible
     def get(self, key: str, max_bytes: int) -> memoryview | int:
         with _translated(key, self.url):
             found = self._obstore.get(self._store, key)
@@ -139,6 +141,7 @@ class ObstoreClient:
         with _translated(key, self.url):
             return memoryview(self._obstore.get_range(self._store, key, start=start, end=stop))
 
+    @interruptible
     def size(self, key: str) -> int:
         try:
             with _translated(key, self.url):
@@ -151,6 +154,7 @@ class ObstoreClient:
                 self._has_bucket = True
             raise
 
+    @interruptible
     def list(self, prefix: str) -> builtins.list[Entry]:
         with _translated(prefix, self.url):
             found = self._obstore.list_with_delimiter(self._store, prefix or None)

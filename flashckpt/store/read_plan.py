@@ -9,12 +9,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import threading
 from array import array
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 from flashckpt import _native
@@ -22,33 +20,7 @@ from flashckpt.errors import DamagedError
 from flashckpt.format.layout import Layout, Leaf
 from flashckpt.format.records import Contents
 from flashckpt.store.base import LOST_BYTES, LengthError, Read
-
-# ---- concurrent reads of a file's pieces, and sums of an image that arrives in pieces
-
-
-def each_piece(
-    path: str,
-    pieces: Iterable[tuple[int, int]],
-    at_once: int,
-    read: Callable[[int, int], None],
-    cancel: int = 0,
-) -> None:
-    """Call `read(start, stop)` for each piece, on `at_once` threads. After an error, finish the reads in
-    progress and raise the first error. `cancel`: see `Store.read_chunks`."""
-    under_way: deque[Future[None]] = deque()
-    with ThreadPoolExecutor(at_once, thread_name_prefix="read") as pool:
-        try:
-            for start, stop in pieces:
-                if cancel and _native.load(cancel):
-                    raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED), path)
-                if len(under_way) == 2 * at_once:
-                    under_way.popleft().result()
-                under_way.append(pool.submit(read, start, stop))
-            while under_way:
-                under_way.popleft().result()
-        except BaseException:
-            pool.shutdown(wait=True, cancel_futures=True)
-            raise
+from flashckpt.threads import results
 
 
 class ImageSums:
@@ -100,9 +72,7 @@ class Source(Protocol):
     @property
     def url(self) -> str: ...
 
-    def read_chunks(
-        self, path: str, plan: _native.FilePlan, *, threads: int = 2, progress: int = 0, cancel: int = 0
-    ) -> None:
+    def read_chunks(self, path: str, plan: _native.FilePlan, *, threads: int = 2) -> None:
         """See `Store.read_chunks`."""
 
 
@@ -149,11 +119,12 @@ class _File:
     parts: array[int] = field(default_factory=lambda: array("Q"))
     ranges: array[int] = field(default_factory=lambda: array("Q"))
 
-    def native(self, digests: _native.LeafDigests, *, direct: bool) -> _native.FilePlan:
+    def native(self, digests: _native.LeafDigests, *, direct: bool, progress: int) -> _native.FilePlan:
         shard = self.contents.shard
         return _native.FilePlan(
             num_bytes=shard.num_bytes, chunk_bytes=shard.chunk_bytes, checksums=shard.checksums,
             copies=self.copies, parts=self.parts, ranges=self.ranges, digests=digests, direct=direct,
+            progress=progress,
         )  # fmt: skip
 
 
@@ -210,43 +181,40 @@ class ReadPlan:
         for leaf, digest in zip(contents.layout().leaves, contents.digests, strict=True):
             self.digest(path, contents, leaf, digest)
 
-    def native(self) -> list[tuple[str, _native.FilePlan]]:
+    def native(self, progress: int = 0) -> dict[str, _native.FilePlan]:
         """The native plan of each file, before any read. In the order of their names: ranks that read the
-        same files read the same one at a time, so that a disk gives each byte in turn, and once."""
+        same files read the same one at a time, so that a disk gives each byte in turn, and once. `progress`:
+        see `FilePlan`."""
         found = self._digests.native()
-        return [
-            (path, self._files[path].native(found, direct=path not in self._buffered))
+        return {
+            path: self._files[path].native(found, direct=path not in self._buffered, progress=progress)
             for path in sorted(self._files)
-        ]
+        }
 
     def run(self, source: Source, threads: int) -> None:
-        """Read it. After an error or a signal, no further chunk is begun.
+        """Read it. After an error or a signal, no further chunk is begun, and no byte is copied any more. A
+        signal does not wait for storage that does not answer.
 
         Raises DamagedError if a chunk or a leaf is not the committed one, MissingShardError, and
         UnreadableShardError if the disk fails; OSError.
         """
-        plans, cancel, reads = self.native(), array("Q", [0]), _Reads()
-        at_once = max(1, min(threads, len(plans), _MOST_FILES))
+        plans = self.native()
+        natives, at_once = list(plans.values()), max(1, min(threads, len(plans), _MOST_FILES))
 
         def read(path: str, plan: _native.FilePlan) -> None:
-            with reads.one(), _naming(source, path):
-                source.read_chunks(
-                    path, plan, threads=max(1, threads // at_once), cancel=_native.address_of(cancel)
-                )
+            with _naming(source, path):
+                source.read_chunks(path, plan, threads=max(1, threads // at_once))
             if bad := plan.bad_chunks():
                 words = ", ".join(map(str, bad[:_SHOWN]))
                 raise damaged(source.url, path, f"chunk {words} does not have its checksum")
 
-        # Also after an error or a signal, no thread writes to the memory once this returns.
-        pool = ThreadPoolExecutor(at_once, "flashckpt-files")
+        close = partial(_native.FilePlan.close, natives)
         try:
-            list(pool.map(lambda each: read(*each), plans))
+            reads = (partial(read, *each) for each in plans.items())
+            for _ in results("files", reads, at_once, len(plans), close):
+                pass
         finally:
-            cancel[0] = 1
-            try:
-                reads.close()
-            finally:
-                pool.shutdown(wait=True, cancel_futures=True)
+            close()
         if not self._are_shared:
             self._digests.check(source.url)
 
@@ -262,43 +230,6 @@ class ReadPlan:
         return self._addresses[id(into)]
 
 
-class _Reads:
-    """Reads that are in progress on threads. A pool does not know a thread during whose start a signal
-    came."""
-
-    def __init__(self) -> None:
-        self._changed, self._count, self._is_closed = threading.Condition(), 0, False
-
-    @contextlib.contextmanager
-    def one(self) -> Iterator[None]:
-        """A read. Raises OSError (ECANCELED) once `close` was called."""
-        with self._changed:
-            if self._is_closed:
-                raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
-            self._count += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._count -= 1
-                self._changed.notify_all()
-
-    def close(self) -> None:
-        """Let no further read begin, and wait for those in progress. Raises what a signal's handler has
-        raised meanwhile, once they have ended."""
-        raised: BaseException | None = None
-        while True:
-            try:
-                with self._changed:
-                    self._is_closed = True
-                    self._changed.wait_for(lambda: self._count == 0)
-                break
-            except BaseException as error:
-                raised = raised or error
-        if raised is not None:
-            raise raised
-
-
 def read_shard(
     store: Source,
     path: str,
@@ -307,18 +238,21 @@ def read_shard(
     *,
     threads: int = 2,
     progress: int = 0,
-    cancel: int = 0,
 ) -> Read:
     """Read a whole shard into memory; without memory its bytes are compared and dropped. Damage is returned,
-    not raised. Otherwise as `Store.read_chunks`."""
+    not raised. `progress`: 0, or the address of a u64 to which the number of bytes done is added. Otherwise
+    as `Store.read_chunks`."""
     digests = Digests()
     plan, start = ReadPlan(digests), contents.shard.data_start
     plan.whole_file(path, contents, into)
     header = memoryview(bytearray(start)) if into is None else into[:start]
     if into is None:
         plan.copy(path, contents, 0, start, (), header, 0)
-    [(_, native)] = plan.native()
-    store.read_chunks(path, native, threads=threads, progress=progress, cancel=cancel)
+    [native] = plan.native(progress).values()
+    try:
+        store.read_chunks(path, native, threads=threads)
+    finally:
+        _native.FilePlan.close([native])
     return Read(digests=digests.found(), bad_chunks=native.bad_chunks(), header=bytes(header))
 
 
@@ -328,25 +262,24 @@ def add_pieces(
     piece_bytes: int,
     at_once: int,
     read: Callable[[int, int], bytes | bytearray | memoryview],
-    progress: int = 0,
-    cancel: int = 0,
 ) -> None:
     """Read the rest of a plan in pieces of whole chunks, `at_once` concurrently. `read(start, stop)` returns
     bytes of the file."""
     step = max(1, piece_bytes // plan.chunk_bytes)
 
-    def pieces() -> Iterable[tuple[int, int]]:
+    def pieces() -> Iterator[Callable[[], None]]:
         for first, last in plan.left():
             for chunk in range(first, last, step):
                 stop = min(chunk + step, last) * plan.chunk_bytes
-                yield chunk * plan.chunk_bytes, min(stop, plan.num_bytes)
+                yield partial(add, chunk * plan.chunk_bytes, min(stop, plan.num_bytes))
 
     def add(start: int, stop: int) -> None:
+        if plan.is_closed:
+            raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED), path)
         plan.add(start, read(start, stop))
-        if progress:
-            _native.fetch_add(progress, stop - start)
 
-    each_piece(path, pieces(), at_once, add, cancel)
+    for _ in results("read", pieces(), at_once):
+        pass
 
 
 def damaged(url: str, path: str, why: str, kind: type[DamagedError] = DamagedError) -> DamagedError:

@@ -19,7 +19,7 @@ from flashckpt.errors import DamagedError
 from flashckpt.format.layout import PAGE
 from flashckpt.format.records import Contents, ShardRecord
 from flashckpt.store.base import Entry, LengthError, MemoryRange, Store, write_once
-from flashckpt.store.read_plan import read_shard
+from flashckpt.store.read_plan import ReadPlan, read_shard
 from tests.commit.runs import image_of
 
 MAX = 1 << 20
@@ -218,13 +218,15 @@ class StoreContract:
             with pytest.raises(LengthError, match="5 bytes, where"):
                 read_shard(store, "short", contents, into)
 
-    def test_a_cancelled_read_stops(self, store: Store, shard: Shard) -> None:
+    def test_a_closed_read_stops(self, store: Store, shard: Shard) -> None:
         store.write_shard(SHARD, shard.layout, shard.region)
-        cancel, room = array("Q", [1]), memoryview(bytearray(len(shard.image)))
-        for into in (None, room):
-            with pytest.raises(OSError, match="shard") as caught:
-                read_shard(store, SHARD, shard.contents, into, cancel=_native.address_of(cancel))
-            assert caught.value.errno == errno.ECANCELED
+        plan, room = ReadPlan(), memoryview(bytearray(len(shard.image)))
+        plan.whole_file(SHARD, shard.contents, room)
+        [native] = plan.native().values()
+        _native.FilePlan.close([native])
+        with pytest.raises(OSError, match="shard") as caught:
+            store.read_chunks(SHARD, native)
+        assert caught.value.errno == errno.ECANCELED
         assert not any(room)
 
 

@@ -1,10 +1,13 @@
-"""A signal ends a read of storage before its end, whatever reads."""
+"""A signal ends a read of storage that never answers, whatever reads."""
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,13 +16,19 @@ import torch
 import flashckpt
 from tests.faults.conftest import READ, Faults
 from tests.processes import keepers_of
+from tests.stores.conftest import boto, bucket, in_environment, proxy, s3_server
+from tests.stores.proxy import Fault, Proxy, Request
 from tests.waiting import until
+
+__all__ = ["boto", "bucket", "in_environment", "proxy", "s3_server"]
 
 pytestmark = pytest.mark.process
 
-NUM_CHUNKS = 14
 _PROGRAM = """
 import signal, sys, torch, flashckpt
+from flashckpt.store import obstore_client
+
+obstore_client._READ_TIMEOUT_S = obstore_client._DEADLINE_S = 3600.0
 
 def ended(number, frame):
     print("signal", flush=True)
@@ -33,7 +42,7 @@ if what == "attach":
 elif what == "export":
     from flashckpt.export.step import export
     from flashckpt.store import open_store
-    export(open_store(run), run + ".safetensors")
+    export(open_store(run), sys.argv[4])
 else:
     getattr(flashckpt, what)(run)
 """
@@ -49,7 +58,7 @@ else:
         pytest.param("export", signal.SIGINT, marks=pytest.mark.long),
     ],
 )
-def test_a_signal_ends_a_long_read(
+def test_a_signal_ends_a_read_that_hangs(
     what: str,
     number: signal.Signals,
     tmp_path: Path,
@@ -58,21 +67,71 @@ def test_a_signal_ends_a_long_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = tmp_path / "run"
+    save(run)
+    until(lambda: not keepers_of(runtime), "the keeper to leave, with what it has in memory")
+    [shard] = run.glob("data/*/*/rank-*")
+    monkeypatch.setenv("FAULT_FOLDER", str(shard))
+    faults.become("hang", READ)
+    ends_by_a_signal(what, run, number, tmp_path, lambda: faults.hits > 0)
+
+
+@pytest.mark.every_set
+@pytest.mark.parametrize(
+    ("what", "asked"),
+    [
+        ("attach", ""),
+        ("attach", "/rank-"),
+        *(pytest.param(what, "/rank-", marks=pytest.mark.long) for what in ("verify", "load", "export")),
+    ],
+)
+def test_a_signal_ends_a_request_that_is_not_answered(
+    what: str,
+    asked: str,
+    in_environment: None,
+    bucket: str,
+    proxy: Proxy,
+    tmp_path: Path,
+    runtime: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first one of all, or the first one for a shard."""
+    run, is_asked, is_over = f"s3://{bucket}/run", threading.Event(), threading.Event()
+    save(run)
+    until(lambda: not keepers_of(runtime), "the keeper to leave, with what it has in memory")
+
+    def fault(request: Request) -> Fault:
+        if request.method in ("GET", "HEAD") and asked in request.path:
+            is_asked.set()
+            is_over.wait()
+        return ""
+
+    proxy.fault = fault
+    monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+    try:
+        ends_by_a_signal(what, run, signal.SIGINT, tmp_path, is_asked.is_set)
+    finally:
+        is_over.set()
+
+
+def save(run: str | Path) -> None:
     with flashckpt.attach(run, every=None, model=torch.nn.Linear(3584, 4096, bias=False)) as made:
         made.step()
         made.save()
-    until(lambda: not keepers_of(runtime), "the keeper to leave, with what it has in memory")
-    [shard] = run.glob("data/*/*/rank-*")
-    assert shard.stat().st_size > NUM_CHUNKS * (4 << 20)
-    monkeypatch.setenv("FAULT_FOLDER", str(shard))
-    faults.become("hang", READ)
-    command = [sys.executable, "-c", _PROGRAM, what, str(run), str(int(number))]
+
+
+def ends_by_a_signal(
+    what: str, run: str | Path, number: signal.Signals, folder: Path, is_reading: Callable[[], bool]
+) -> None:
+    """Run the program, in which something hangs until it has ended."""
+    out = folder / "out.safetensors"
+    command = [sys.executable, "-c", _PROGRAM, what, os.fspath(run), str(int(number)), out]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
-        until(lambda: faults.hits > 0, "a read")
-        process.send_signal(number)
-        assert process.stdout.readline() == b"signal\n"
-        # What is begun from here on takes a minute.
-        faults.become("slow", READ, micros=60_000_000)
-        assert process.wait(240) != 0
-    assert 0 < faults.hits < NUM_CHUNKS
-    assert not list(tmp_path.glob("*.safetensors"))
+        try:
+            until(is_reading, "a read")
+            process.send_signal(number)
+            said, _ = process.communicate(timeout=240)
+            assert said == b"signal\n"
+            assert process.returncode != 0
+        finally:
+            process.kill()
+    assert not out.exists()

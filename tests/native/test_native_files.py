@@ -68,7 +68,7 @@ def write(path: Path, region: Region, **options: object) -> tuple[bytes, bytes, 
 
 def read_file(
     path: Path, into: object, *, leaf_offsets: array[int], leaf_sizes: array[int], num_bytes: int,
-    chunk_bytes: int = 4 << 20, checksums: bytes, direct: bool = True, **how: Any,
+    chunk_bytes: int = 4 << 20, checksums: bytes, direct: bool = True, threads: int = 2,
 ) -> tuple[bytes, list[int]]:  # fmt: skip
     """All of a file, into memory if there is some: the digests of its leaves, and the bad chunks."""
     digests = _native.LeafDigests(leaf_sizes)
@@ -80,7 +80,7 @@ def read_file(
         copies=array("Q", [] if address is None or not num_bytes else [0, address, num_bytes, 0]),
         parts=array("Q", parts), ranges=array("Q", [0, num_bytes]), digests=digests, direct=direct,
     )  # fmt: skip
-    plan.read(path, **how)
+    plan.read(path, threads=threads)
     return digests.digests(), plan.bad_chunks()
 
 
@@ -243,18 +243,21 @@ def test_invalid_arguments(tmp_path: Path, change: dict[str, object], message: s
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_read_in_progress_ends_when_cancelled(tmp_path: Path) -> None:
-    """At most the chunks that were begun before it are still read."""
+def test_a_read_in_progress_ends_when_its_plan_is_closed(tmp_path: Path) -> None:
+    """What was begun before it is read, and goes nowhere."""
     source = Region(64 << 20)
     _, checksums, _ = write(tmp_path / "shard", source)
-    request = {"num_bytes": source.num_bytes, "checksums": checksums, **leaves_of(source.num_bytes)}
-    target, cancel, progress = bytearray(source.num_bytes), array("Q", [0]), array("Q", [0])
-    addresses = {"cancel": _native.address_of(cancel), "progress": _native.address_of(progress)}
+    target, progress = bytearray(source.num_bytes), array("Q", [0])
+    plan = _native.FilePlan(
+        num_bytes=source.num_bytes, chunk_bytes=4 << 20, checksums=checksums,
+        copies=array("Q", [0, _native.address_of(target), source.num_bytes, 0]), parts=array("Q"),
+        ranges=array("Q"), digests=_native.LeafDigests(array("Q")), progress=_native.address_of(progress),
+    )  # fmt: skip
     found: list[object] = []
 
     def read() -> None:
         try:
-            found.append(read_file(tmp_path / "shard", target, **request, threads=1, **addresses))
+            plan.read(tmp_path / "shard", threads=1)
         except OSError as error:
             found.append(error.errno)
 
@@ -262,12 +265,11 @@ def test_a_read_in_progress_ends_when_cancelled(tmp_path: Path) -> None:
     thread.start()
     while not progress[0]:
         pass
-    _native.store(addresses["cancel"], 1)
-    at = progress[0]
+    _native.FilePlan.close([plan])
+    done, copied = progress[0], bytes(target)
     thread.join()
-    done = progress[0]
     assert found == [errno.ECANCELED] or done == source.num_bytes
-    assert done - at <= 3 * (4 << 20), "three requests in flight for the one thread"
+    assert (progress[0], bytes(target)) == (done, copied)
 
 
 @pytest.mark.parametrize("num_bytes", [1, 4097, 3 * 65536, 3 * 65536 + 5, 9 * 65536 + 4096])

@@ -76,54 +76,42 @@ def expected(files: Files) -> Iterator[bytes]:
     yield files[NAMES[1]][0]
 
 
-@pytest.mark.parametrize("store", ["local"], indirect=True)
-def test_a_signal_ends_a_read_before_its_end(store: Store, files: Files) -> None:
-    class Endless:
-        """Storage that answers after the read was cancelled."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGALRM])
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_signal_ends_a_read_and_no_byte_is_copied_after_it(
+    store: Store, files: Files, number: signal.Signals, fails: bool
+) -> None:
+    """Storage does not answer before it, also where the read of another file has failed."""
+    answers, ended = threading.Event(), threading.Event()
 
-        url, is_cancelled = "endless", False
+    class Silent:
+        url = store.url
 
-        def read_chunks(self, path: str, plan: _native.FilePlan, *, cancel: int = 0, **how: int) -> None:
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-            until(lambda: _native.load(cancel) != 0, "cancelled")
-            self.is_cancelled = True
-
-    endless, before = Endless(), signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            plan_of(files)[0].run(endless, 1)
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert endless.is_cancelled
-
-
-@pytest.mark.parametrize("store", ["local"], indirect=True)
-def test_a_signal_after_an_error_is_raised_once_no_thread_writes(store: Store, files: Files) -> None:
-    class Halting:
-        """One file fails; another is still read, while a signal's handler raises."""
-
-        url, ended = "halting", False
-
-        def read_chunks(self, path: str, plan: _native.FilePlan, *, cancel: int = 0, **how: int) -> None:
-            if path == NAMES[0]:
+        def read_chunks(self, path: str, plan: _native.FilePlan, **how: int) -> None:
+            if path == NAMES[0] and fails:
                 raise OSError(errno.ETIMEDOUT, "away")
             if path == NAMES[1]:
-                until(lambda: _native.load(cancel) != 0, "cancelled")
-                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM)
-                handled.wait(60)
-                self.ended = True
+                until(lambda: plan.is_closed == fails, "the other file")
+                signal.pthread_kill(threading.main_thread().ident or 0, number)
+                try:
+                    answers.wait(240)
+                    plan.add(0, files[path][0])
+                finally:
+                    ended.set()
 
     def handler(*_: object) -> None:
-        handled.set()
         raise TimeoutError("of the program")
 
-    handled, halting, before = threading.Event(), Halting(), signal.signal(signal.SIGALRM, handler)
+    plan, places = plan_of(files)
+    before = signal.signal(number, handler)
     try:
         with pytest.raises(TimeoutError, match="of the program"):
-            plan_of(files)[0].run(halting, 3)
+            plan.run(Silent(), 3)
     finally:
-        signal.signal(signal.SIGALRM, before)
-    assert halting.ended
+        signal.signal(number, before)
+    answers.set()
+    assert ended.wait(240)
+    assert not any(map(any, places))
 
 
 @pytest.mark.parametrize("threads", [1, 5])
