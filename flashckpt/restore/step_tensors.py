@@ -92,11 +92,6 @@ def complete_piece(leaf: Leaf, parts: Parts) -> Piece | None:
     return piece if common == piece.region == TensorSlice.of(leaf) else None
 
 
-def shape_of(leaf: Leaf) -> Index:
-    """Return the shape of the whole tensor of a leaf."""
-    return leaf.shape if leaf.box is None else leaf.box.shape
-
-
 class StepTensor:
     """One tensor of a step; `name` is one of its names. Empty pieces are left out, except those of an empty
     tensor."""
@@ -122,7 +117,7 @@ class StepTensor:
     def add(self, piece: Piece) -> None:
         self._by_rank[piece.rank] = piece
         self._leaves[piece.rank] = piece.leaf
-        if piece.region.num_elements or not math.prod(shape_of(piece.leaf)):
+        if piece.region.num_elements or not math.prod(piece.leaf.whole_shape):
             self._owners.setdefault(piece.region, []).append(piece)
         self._order = None
 
@@ -138,11 +133,7 @@ class StepTensor:
 
     @property
     def shape(self) -> Index:
-        return shape_of(self.leaf)
-
-    @property
-    def num_elements(self) -> int:
-        return math.prod(self.shape)
+        return self.leaf.whole_shape
 
     @property
     def whole(self) -> TensorSlice:
@@ -212,17 +203,10 @@ class StepTensor:
         """Raise MismatchError if ranks have different shapes or dtypes of it."""
         found: dict[tuple[str, Index], int] = {}
         for rank, leaf in self._leaves.items():
-            found.setdefault((leaf.dtype, shape_of(leaf)), rank)
+            found.setdefault((leaf.dtype, leaf.whole_shape), rank)
         if len(found) > 1:
             rows = ", ".join(f"{dtype} {shape} on rank {rank}" for (dtype, shape), rank in found.items())
             raise self._refused(f"it is not the same on all ranks: {rows}")
-
-    def check_covered(self) -> None:
-        """Raise MismatchError unless the pieces together are exactly the tensor. All ranks must be known."""
-        self.check_alike()
-        self._check_disjoint(list(self._owners))
-        if sum(region.num_elements for region in self._owners) != self.num_elements:
-            raise self.holes(self.whole)
 
     def holes(self, wanted: TensorSlice) -> MismatchError:
         """Return the error for a slice that the pieces do not make up."""

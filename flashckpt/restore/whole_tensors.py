@@ -13,15 +13,7 @@ from dataclasses import replace
 from flashckpt.commit.steps import StepRecord
 from flashckpt.format.layout import DTYPES, Box, Layout, Leaf
 from flashckpt.printable import escaped
-from flashckpt.restore.step_tensors import (
-    Index,
-    Parts,
-    StepRanks,
-    StepTensor,
-    TensorSlice,
-    shape_of,
-    ties,
-)
+from flashckpt.restore.step_tensors import Index, Parts, StepRanks, StepTensor, TensorSlice, ties
 from flashckpt.store.read_plan import Digests, ReadPlan, Source, Steps
 
 log = logging.getLogger(__name__)
@@ -160,10 +152,9 @@ class WholeTensors:
         if tensor.is_by_rank and own is not None:
             parts: Parts = [(own, own.region)]
         else:
-            tensor.check_covered()
             [parts] = self._ranks.find([(tensor.name, tensor.whole)])
         first = min(names, key=lambda name: (name != stored.name, name))
         aliases = tuple(name for name in names if name != first)
         stride = stored.stride if stored.box is None else None
-        shape = shape_of(stored)
+        shape = stored.whole_shape
         return Leaf(name=first, dtype=stored.dtype, shape=shape, stride=stride, aliases=aliases), parts

@@ -151,9 +151,8 @@ def test_holes_are_refused_where_they_are_wanted(store: LocalStore) -> None:
     record = committed(store, held)
     assert not unsaid(record, rows(1, 4), "w cannot", "[0:2, 0:4000] on rank 0", "on rank 1", "4000 of 12000")
     assert read(record, {"w": rows(3, 6)})["w"] == WHOLE[3:].tobytes()
-    tensor = StepRanks(record, 0, 1).leaves["w"]
     with pytest.raises(MismatchError, match="4000 of 24000"):
-        tensor.check_covered()
+        WholeTensors(record)
 
 
 def test_boxes_that_overlap_are_refused(store: LocalStore) -> None:
