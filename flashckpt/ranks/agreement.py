@@ -19,7 +19,8 @@ from flashckpt.ranks.coordination import Alike, Coordination, Group, SnapshotPol
 from flashckpt.ranks.job import LOADING_TIMEOUT_S, Decide, Job, ranks_named
 from flashckpt.ranks.joint_coordination import begin
 from flashckpt.ranks.liveness import KeyValues
-from flashckpt.restore.step_choice import Agreement, Proposal
+from flashckpt.restore.snapshot import Snapshot
+from flashckpt.restore.step_choice import Agreement
 
 T = TypeVar("T")
 _MOST_NAMED = 8
@@ -173,7 +174,7 @@ def _members(key: str) -> list[int]:
 def verdict(proposals: Sequence[dict[str, Any]]) -> str:
     """Return why a snapshot is not taken; "" if all ranks have loaded it. Raises MismatchError if leaves of
     it have a place on no rank."""
-    without = [(rank, each["reason"]) for rank, each in enumerate(proposals) if not each["could"]]
+    without = [(rank, each["reason"]) for rank, each in enumerate(proposals) if each["reason"]]
     if without:
         rank, reason = without[0]
         more = f" ({len(without)} ranks could not)" if len(without) > 1 else ""
@@ -212,7 +213,6 @@ class RanksAgreement(Agreement):
 
     def __init__(self, job: Job) -> None:
         self._job, self.node = job, job.node
-        self.why = ""
 
     def choose(self, mine: RankOffers, decide: Callable[[Sequence[RankOffers]], Choice]) -> Choice:
         """Return the decision of rank 0 from the offers of all ranks. Raises its error on all ranks."""
@@ -235,26 +235,24 @@ class RanksAgreement(Agreement):
         """Send plain JSON, and return that of each rank of this node once all ranks have sent theirs."""
         return self._job.exchange(what, mine, timeout_s=LOADING_TIMEOUT_S)
 
-    def vote(self, proposal: Proposal) -> bool:
-        """Return whether all ranks could load it. A rank that ends raises, which notifies all."""
-        if proposal.ends:
-            return False
-        untaken = [len(proposal.untaken), xxh3_64(compact(proposal.untaken)), proposal.untaken[:_MOST_NAMED]]
-        elsewhere = len(proposal.elsewhere)
-        mine = {
-            "could": proposal.could, "reason": proposal.reason, "untaken": untaken, "elsewhere": elsewhere,
-        }  # fmt: skip
-        self.why, asked = self._job.agree("the vote on a step", mine, _judged, timeout_s=LOADING_TIMEOUT_S)
+    def vote(self, reason: str, snapshot: Snapshot | None = None) -> bool:
+        """See Agreement. A rank that ends does not vote: it raises, which notifies all."""
+        left = () if snapshot is None else snapshot.untaken
+        untaken = [len(left), xxh3_64(compact(left)), left[:_MOST_NAMED]]
+        elsewhere = 0 if snapshot is None else len(snapshot.elsewhere)
+        mine = {"reason": reason, "untaken": untaken, "elsewhere": elsewhere}
+        why, asked = self._job.agree("the vote on a step", mine, _judged, timeout_s=LOADING_TIMEOUT_S)
         if asked is not None:
-            self._check_elsewhere(proposal, asked)
-        return not self.why
+            assert snapshot is not None
+            self._check_elsewhere(snapshot, asked)
+        return not why
 
-    def _check_elsewhere(self, proposal: Proposal, asked: int) -> None:
+    def _check_elsewhere(self, snapshot: Snapshot, asked: int) -> None:
         """Raise MismatchError on all ranks if a leaf that the rank `asked` leaves to others has a place on
         none of them."""
-        own = list(proposal.elsewhere) if self._job.rank == asked else None
+        own = list(snapshot.elsewhere) if self._job.rank == asked else None
         names = self._job.agree("what has its place on another rank", own, lambda rows: rows[asked])
-        here = [index for index, name in enumerate(names) if name in proposal.names]
+        here = [index for index, name in enumerate(names) if name in snapshot.names]
 
         def check(rows: list[list[int]]) -> None:
             lost = sorted(set(range(len(names))).difference(*rows))

@@ -90,25 +90,6 @@ class Loaded:
         self.snapshot.discard()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Proposal:
-    """A rank's vote on a candidate: it could load it, or the reason why not.
-
-    ends: this rank raises, and no other rank need wait for its next message; `candidate` may be None then.
-    untaken: leaves that have no place on this rank; elsewhere: those that another rank must have; names:
-        those that this rank has. is_read: the second vote, once its bytes are read.
-    """
-
-    candidate: Candidate | None
-    could: bool = False
-    is_read: bool = False
-    reason: str = ""
-    ends: bool = False
-    untaken: tuple[str, ...] = ()
-    elsewhere: tuple[str, ...] = ()
-    names: frozenset[str] = frozenset()
-
-
 class Agreement:
     """The ranks that resume this run: this one, and the others if there are any; this class: a rank without
     others. node: the ranks of this node; empty for a rank without others."""
@@ -127,9 +108,10 @@ class Agreement:
         """Send plain JSON, and return that of each rank of this node."""
         return {}
 
-    def vote(self, proposal: Proposal) -> bool:
-        """Vote on a candidate that was tried here; return whether all ranks could load it."""
-        return proposal.could
+    def vote(self, reason: str, snapshot: Snapshot | None = None) -> bool:
+        """Vote on a candidate that was tried here, and return whether all ranks could load it. reason: why
+        this rank could not; "" if it could. snapshot: the one that fits, before its bytes are read."""
+        return not reason
 
 
 class StepChoice:
@@ -137,7 +119,7 @@ class StepChoice:
 
     home: a view of the run's store. survived: the slots in which this node's keeper found sealed snapshots.
     fits: called with each snapshot before its bytes are read. targets: called with those that fit on all
-        ranks. agreement: called with every candidate that was tried.
+        ranks. agreement: asked for a vote on every candidate that was tried.
     layout: that of the live state.
     save: has the keeper save the snapshots of dead trainers, as far as it can; unsaved: their names, of all
         ranks of this node.
@@ -167,7 +149,6 @@ class StepChoice:
         self._agreement = agreement or Agreement()
         stores = [home.store] if remote is None else [home.store, remote.store]
         self._downloads = any(not each.capabilities.is_folder for each in stores)
-        self._tried: Candidate | None = None
         self._mine = RankOffers(rank)
         self.choice = Choice()
         self.refused: list[str] = []
@@ -177,16 +158,8 @@ class StepChoice:
 
         Raises UnusableRunError if there are steps and none can be used, or records of attempts are lost;
         MismatchError if the newest intact one does not fit; RunError if storage fails in each retry;
-        NoSuchStepError, FormatError, OutOfSpaceError, KeeperError. The other ranks are notified of any error.
+        NoSuchStepError, FormatError, OutOfSpaceError, KeeperError.
         """
-        try:
-            return self._choose()
-        except Exception as error:
-            with contextlib.suppress(Exception):
-                self._agreement.vote(Proposal(candidate=self._tried, reason=str(error), ends=True))
-            raise
-
-    def _choose(self) -> Loaded | None:
         choice = self._agreed(is_saved=False)
         if choice.needs_save:
             self._save()
@@ -273,20 +246,16 @@ class StepChoice:
         """Load a snapshot from the nearest usable copy; None if a rank could not."""
         begun = None
         for candidate in copies:
-            self._tried = candidate
             if (begun := self._usable_or_none(candidate, partial(self._begin, candidate))) is not None:
                 break
         with contextlib.ExitStack() as kept, contextlib.ExitStack() as undo:
             if begun is not None:
                 kept.callback(begun.drop)
-            if self._agreement.vote(self._proposal(candidate, begun)) and begun is not None:
+            mine = (self.refused[-1], None) if begun is None else ("", begun.snapshot)
+            if self._agreement.vote(*mine) and begun is not None:
                 # Until the vote, other ranks of the node may use what was fetched here.
                 loaded = self._finished(candidate, begun, undo)
-                reason = self.refused[-1] if loaded is None else ""
-                proposal = Proposal(
-                    candidate=candidate, could=loaded is not None, reason=reason, is_read=True
-                )
-                if self._agreement.vote(proposal) and loaded is not None:
+                if self._agreement.vote(self.refused[-1] if loaded is None else "") and loaded is not None:
                     kept.pop_all()
                     return loaded
                 begun = loaded
@@ -327,18 +296,6 @@ class StepChoice:
         loaded = self._usable_or_none(candidate, partial(self._retried, str(candidate), advised, store))
         crashpoints.point("resume.read")
         return loaded
-
-    def _proposal(self, candidate: Candidate, begun: Loaded | None) -> Proposal:
-        if begun is None:
-            return Proposal(candidate=candidate, reason=self.refused[-1])
-        snapshot = begun.snapshot
-        return Proposal(
-            candidate=candidate,
-            could=True,
-            untaken=snapshot.untaken,
-            elsewhere=snapshot.elsewhere,
-            names=snapshot.names,
-        )
 
     def _begin(self, candidate: Candidate) -> Loaded:
         """Load a candidate in memory or cache, or read the records of one in storage; check that it fits."""

@@ -23,6 +23,7 @@ from flashckpt.checkpointer.session import open_session
 from flashckpt.options import Environment
 from flashckpt.recovery.recover import recover
 from flashckpt.restore import step_choice
+from flashckpt.restore.snapshot import Snapshot
 from flashckpt.state.tree import Tree
 from flashckpt.store import open_store
 from flashckpt.store.local import LocalStore
@@ -241,25 +242,24 @@ def test_what_the_vote_refuses_is_passed_over_and_nothing_live_changes_before_it
     job, asked = Job(), []
     before, boundaries = job.model.weight.detach().clone(), set[int]()
 
-    def vote(proposal: step_choice.Proposal) -> bool:
-        candidate = proposal.candidate
-        assert candidate is not None
-        if proposal.is_read:
-            assert candidate.step == 2
+    def vote(reason: str, snapshot: Snapshot | None) -> bool:
+        assert not reason
+        if snapshot is None:  # its bytes are read
+            assert asked[-1][0] == 2
             return True
         assert torch.equal(job.model.weight, before)
         assert not job.optimizer.state
-        asked.append((candidate.step, proposal.could, candidate.held is not None))
-        boundaries.add(candidate.name.boundary)
-        return candidate.step == 2
+        asked.append((snapshot.step, snapshot.tier))
+        boundaries.add(snapshot.boundary)
+        return snapshot.step == 2
 
     options = flashckpt.Options()
     session = open_session(folder, flashckpt.Keep(), options, Environment.read(), group=Voting(vote))
     checkpointer = attach_to(session, Tree(job.named), saving_by_hand(folder), began=0.0)
     with checkpointer:
         assert checkpointer.completed == 2
-        assert asked[0] == (4, True, tier == "memory")
-        assert {(step, could) for step, could, _ in asked} == {(4, True), (3, True), (2, True)}
+        assert asked[0] == (4, tier)
+        assert {step for step, _ in asked} == {4, 3, 2}
         assert len(boundaries) == 3, "each is another content, from whatever tier"
         job.train(torch.ones(2, 4) * 2)
         checkpointer.step()
@@ -271,7 +271,7 @@ def test_what_the_vote_refuses_is_passed_over_and_nothing_live_changes_before_it
 def test_where_the_vote_refuses_all_nothing_is_loaded_or_started(run: Path) -> None:
     job, versions = Job(), set(run.glob("catalogue/*"))
     weight, options = job.model.weight.detach().clone(), flashckpt.Options()
-    group = Voting(lambda proposal: False)
+    group = Voting(lambda reason, snapshot: False)
     session = open_session(run, flashckpt.Keep(), options, Environment.read(), group=group)
     with pytest.raises(flashckpt.UnusableRunError, match="another rank could not"):
         attach_to(session, Tree(job.named), saving_by_hand(run), began=0.0)
@@ -282,40 +282,14 @@ def test_where_the_vote_refuses_all_nothing_is_loaded_or_started(run: Path) -> N
 
 def test_a_step_that_is_damaged_here_is_voted_against(run: Path) -> None:
     rewrite_part(run, lambda data: data[:-1])
-    asked: list[tuple[int, bool]] = []
+    asked: list[object] = []
 
-    def vote(proposal: step_choice.Proposal) -> bool:
-        assert proposal.candidate is not None
-        assert proposal.could or "damaged" in proposal.reason
-        if proposal.is_read:
-            return True
-        asked.append((proposal.candidate.step, proposal.could))
+    def vote(reason: str, snapshot: Snapshot | None) -> bool:
+        asked.append(snapshot.step if snapshot is not None else "damaged" in reason)
         return True  # the others could: what is damaged here is not taken all the same
 
     job, options = Job(), flashckpt.Options()
     session = open_session(run, flashckpt.Keep(), options, Environment.read(), group=Voting(vote))
     with attach_to(session, Tree(job.named), saving_by_hand(run), began=0.0) as checkpointer:
         assert checkpointer.completed == 2
-    assert asked == [(4, False), (2, True)]
-
-
-@pytest.mark.parametrize("fault", ["catalogue", "model"])
-def test_who_raises_has_told_the_others(run: Path, fault: str) -> None:
-    """They wait for its word on the candidate, and would wait for ever."""
-    named, told = dict(Job().named), list[step_choice.Proposal]()
-    if fault == "model":
-        named["model"] = torch.nn.Linear(2, 2)
-
-    def vote(proposal: step_choice.Proposal) -> bool:
-        told.append(proposal)
-        return proposal.could
-
-    options = flashckpt.Options()
-    session = open_session(run, flashckpt.Keep(), options, Environment.read(), group=Voting(vote))
-    if fault == "catalogue":
-        shutil.rmtree(run / "catalogue")
-    with pytest.raises((flashckpt.RunError, flashckpt.MismatchError)) as raised:
-        attach_to(session, Tree(named), saving_by_hand(run), began=0.0)
-    [proposal] = told
-    assert (proposal.ends, proposal.could, proposal.reason) == (True, False, str(raised.value))
-    assert (proposal.candidate is None) is (fault == "catalogue")
+    assert asked == [True, 2, False], "not the damaged one, the next one, and its bytes"

@@ -7,17 +7,18 @@ from pathlib import Path
 
 from flashckpt.options import Call, Environment
 from flashckpt.ranks.coordination import Group
-from flashckpt.restore.step_choice import Agreement, Proposal
+from flashckpt.restore.snapshot import Snapshot
+from flashckpt.restore.step_choice import Agreement
 
-Vote = Callable[[Proposal], bool]
+Vote = Callable[[str, Snapshot | None], bool]
 
 
 class _Asking(Agreement):
     def __init__(self, vote: Vote) -> None:
         self._vote = vote
 
-    def vote(self, proposal: Proposal) -> bool:
-        return self._vote(proposal)
+    def vote(self, reason: str, snapshot: Snapshot | None = None) -> bool:
+        return self._vote(reason, snapshot)
 
 
 class Voting(Group):

@@ -10,10 +10,12 @@ import pytest
 
 from flashckpt.commit.view import View
 from flashckpt.errors import MismatchError
+from flashckpt.format.layout import Leaf
 from flashckpt.format.names import AttemptName
 from flashckpt.ranks.agreement import RanksAgreement, verdict
 from flashckpt.ranks.job import Job
-from flashckpt.restore.step_choice import Proposal, StepChoice
+from flashckpt.restore.snapshot import Snapshot
+from flashckpt.restore.step_choice import StepChoice
 from tests.commit.runs import attempt_at, commit, name_of, new_run
 from tests.ranks.together import LIMIT_S, each_rank
 from tests.restore.snapshots import AnyLayout
@@ -23,7 +25,7 @@ A = AttemptName(1, "aaaaaaaa")
 
 def test_a_step_is_taken_where_all_could_load_it() -> None:
     def proposals(*could: bool) -> list[dict[str, object]]:
-        return [{"could": each, "reason": "" if each else "damaged", "untaken": [0, 1, []]} for each in could]
+        return [{"reason": "" if each else "damaged", "untaken": [0, 1, []]} for each in could]
 
     assert verdict(proposals(True, True, True)) == ""
     assert verdict(proposals(True, False, True)) == "rank 1 could not load it: damaged"
@@ -32,7 +34,7 @@ def test_a_step_is_taken_where_all_could_load_it() -> None:
 
 def test_leaves_that_no_rank_has_a_place_for_are_another_models() -> None:
     def proposals(*untaken: list[object]) -> list[dict[str, object]]:
-        return [{"could": True, "reason": "", "untaken": each} for each in untaken]
+        return [{"reason": "", "untaken": each} for each in untaken]
 
     lost: list[object] = [2, 77, ["model.b", "model.w"]]
     with pytest.raises(MismatchError, match=r"2 of its leaves .* \(model\.b, model\.w\)"):
@@ -49,11 +51,12 @@ def test_what_every_rank_leaves_to_others_is_another_models(lost: list[str]) -> 
 
     def operation(job: Job) -> bool:
         elsewhere = tuple(left[job.rank])
-        mine = Proposal(
-            candidate=None, could=True, untaken=elsewhere, elsewhere=elsewhere,
-            names=frozenset(here[job.rank]),
+        leaves = {name: Leaf(name=name, dtype="int8", shape=()) for name in here[job.rank]}
+        mine = Snapshot(
+            step=1, attempt=A, boundary=1, tier="local", leaves=leaves, values={}, untaken=elsewhere,
+            elsewhere=elsewhere,
         )  # fmt: skip
-        return job.together("loading", lambda: RanksAgreement(job).vote(mine))
+        return job.together("loading", lambda: RanksAgreement(job).vote("", mine))
 
     found = each_rank(3, operation)
     if not lost:

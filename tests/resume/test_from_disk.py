@@ -32,6 +32,7 @@ from flashckpt.keeper.client import KeeperClient
 from flashckpt.memory import memory_budget
 from flashckpt.options import Environment
 from flashckpt.restore import step_choice, step_reading
+from flashckpt.restore.snapshot import Snapshot
 from flashckpt.state.tree import Tree
 from flashckpt.store.local import LocalStore
 from tests.checkpointer.damaged import newest
@@ -460,9 +461,9 @@ def test_nothing_of_it_is_left_however_attach_ends(
 
 @pytest.mark.parametrize("is_read", [False, True])
 def test_where_the_vote_fails_nothing_of_it_is_left(run: Path, made: Made, is_read: bool) -> None:
-    def vote(proposal: step_choice.Proposal) -> bool:
-        assert made.left == (3 if proposal.is_read else 0)
-        if proposal.is_read is is_read:
+    def vote(reason: str, snapshot: Snapshot | None) -> bool:
+        assert made.left == (3 if snapshot is None else 0)
+        if (snapshot is None) is is_read:
             raise ZeroDivisionError
         return True
 
