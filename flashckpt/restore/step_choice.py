@@ -292,8 +292,7 @@ class StepChoice:
                 reading.read(store, self._threads, targets)
             return begun
 
-        advised = partial(self._with_advice, read)
-        loaded = self._usable_or_none(candidate, partial(self._retried, str(candidate), advised, store))
+        loaded = self._usable_or_none(candidate, partial(self._retried, str(candidate), read, store))
         crashpoints.point("resume.read")
         return loaded
 
@@ -312,8 +311,7 @@ class StepChoice:
 
     def _read(self, candidate: Candidate) -> Loaded:
         if candidate.held is not None:
-            held = candidate.held
-            return Loaded(self._with_advice(lambda: memory_tier.load(held, self._threads)), held)
+            return Loaded(memory_tier.load(candidate.held, self._threads), candidate.held)
         record = self._record(candidate)
         if self._layout.has(record):
             is_alone = len(self._agreement.node) < 2
@@ -405,23 +403,6 @@ class StepChoice:
                 log.warning("%s: %s cannot be read (%s); trying again", url, what, error)
                 time.sleep(pause_s)
         raise AssertionError("the last try returns or raises")
-
-    def _with_advice(self, read: Callable[[], _Found]) -> _Found:
-        """Return the result of `read`; an OutOfSpaceError also says how to free memory of this run."""
-        try:
-            return read()
-        except OutOfSpaceError as error:
-            in_memory = [held.slot for held in self._survived if not held.slot.is_cached]
-            num_bytes = sum(slot.header.num_bytes for slot in in_memory)
-            if not num_bytes:
-                raise
-            raise OutOfSpaceError(
-                f"{error} Snapshots of this run in memory, from which it does not resume, take "
-                f"{num_bytes:,} bytes: `flashckpt keepers --end {self._store.url}` saves those that storage "
-                "lacks and frees them.",
-                needed=error.needed,
-                available=error.available,
-            ) from error
 
     def _check_records(self, candidate: Candidate) -> None:
         """Raise RunError if not one file but the storage has failed: the resume waits for the storage

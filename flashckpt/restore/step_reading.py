@@ -119,8 +119,9 @@ def _too_large(what: str, needed: int, available: int) -> OutOfSpaceError:
     return OutOfSpaceError(
         f"{what} needs {needed:,} bytes of host memory to be loaded, and {available:,} may be taken "
         "here (the least of what the machine and every cgroup above this process leave, less a margin). "
-        "Nothing of it was loaded. Give the job more memory, use fewer loader workers, or spread the "
-        "state over more ranks.",
+        "Nothing of it was loaded. Give the job more memory, use fewer loader workers, spread the state over "
+        "more ranks, or free the memory that a keeper holds for a run: `flashckpt keepers --end RUN` saves "
+        "first what storage lacks.",
         needed=needed,
         available=available,
     )

@@ -496,9 +496,7 @@ def test_without_room_it_is_said_how_much_there_would_have_to_be(
     assert len(read(newest(run), 0)) == 3
 
 
-def test_without_room_it_is_said_that_snapshots_in_memory_take_it(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_room_what_a_keeper_holds_can_be_freed(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A branch goes back to a step at rest while the node still has what came after it."""
     with suppress(ZeroDivisionError), flashckpt.attach(run, every=None, model=Model(1)) as checkpointer:
         checkpointer.step()
@@ -509,7 +507,7 @@ def test_without_room_it_is_said_that_snapshots_in_memory_take_it(
     with monkeypatch.context() as patched:
         patched.setattr(memory_budget, "available_bytes", lambda: BYTES)
         patched.setattr(Tree, "targets", lambda tree, saved: {})
-        with pytest.raises(OutOfSpaceError, match=re.escape(f"flashckpt keepers --end {run}")):
+        with pytest.raises(OutOfSpaceError, match="flashckpt keepers --end RUN"):
             flashckpt.attach(run, every=None, model=Model(2))
     [keeper] = keepers.keepers()
     keepers.end(keeper)
