@@ -57,9 +57,11 @@ class RunContract:
         trainer.kill_in_step(9)
         trainer.wait_committed()
         kill_keepers(remove_regions=True)
+        trainer.kill_in_step(13)
+        kill_keepers(remove_regions=True)
+        trainer.options["copies"] = True
         trainer.finish()
-        memory, storage = trainer.events("resume")
-        assert (memory["tier"], storage["tier"]) == ("memory", "local")
+        assert [event["tier"] for event in trainer.events("resume")] == ["memory", "local", "local"]
         assert last_of_each(trainer.records()) == uninterrupted(tmp_path, runtime, "workers")
         assert flashckpt.verify(str(trainer.run)).ok
         assert {name.partition("-")[0] for name in os.listdir(tmp_path)} <= {"err", "log", "uninterrupted"}

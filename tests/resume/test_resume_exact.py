@@ -68,8 +68,16 @@ def test_killed_run_equals_uninterrupted_run(
     assert after_a_kill(Trainer(tmp_path, runtime, recipe)) == references(recipe)
 
 
-@pytest.mark.parametrize("recipe", ["workers", "epochs", "accumulation"])
+@pytest.mark.parametrize(
+    ("recipe", "copies"), [("workers", False), ("epochs", True), ("accumulation", False)]
+)
 def test_resume_from_disk_equals_uninterrupted_run(
-    recipe: str, tmp_path: Path, runtime: Path, references: References, kill_keepers: Callable[..., None]
+    recipe: str,
+    copies: bool,
+    tmp_path: Path,
+    runtime: Path,
+    references: References,
+    kill_keepers: Callable[..., None],
 ) -> None:
-    assert after_memory_is_lost(Trainer(tmp_path, runtime, recipe), kill_keepers) == references(recipe)
+    killed = Trainer(tmp_path, runtime, recipe, copies=copies)
+    assert after_memory_is_lost(killed, kill_keepers) == references(recipe)

@@ -6,7 +6,7 @@ Each record is one line of LOG, flushed before the next instruction. In iteratio
 pass, or between epochs) the recipe prints "held STEP" and stands still. The options are those of the loop,
 and `options` those of `flashckpt.Options`. Further ones: `release`, a file that lets the recipe continue;
 `leaves`, where the program installs a handler that ends it, "before" the loop or "in" that iteration;
-`raises`, for an error in that iteration.
+`raises`, for an error in that iteration; `copies`: a step is read into new tensors, and copied from them.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 import flashckpt
+from flashckpt.state.tree import Tree
 from tests.resume import gradients, loaders, modules
 from tests.resume.recipes import RECIPES, seed
 from tests.signals.conduct import expect_interrupts, leave_by_signal, say, stand_still
@@ -29,7 +30,10 @@ from tests.waiting import until_room, until_slots
 def main() -> None:
     recipe, run, log_path, hold_at = sys.argv[1:5]
     options = json.loads(sys.argv[5]) if len(sys.argv) > 5 else {}
-    release, leaves, raises = (options.pop(name, "") for name in ("release", "leaves", "raises"))
+    names = ("release", "leaves", "raises", "copies")
+    release, leaves, raises, copies = (options.pop(name, "") for name in names)
+    if copies:
+        Tree.targets = lambda tree, saved: {}  # type: ignore[method-assign]
     if "options" in options:
         options["options"] = flashckpt.Options(**options["options"])
     expect_interrupts()
