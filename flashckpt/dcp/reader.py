@@ -127,8 +127,21 @@ class Reader(StorageReader):
 
 
 def _source(store: Store, step: int | None) -> _Checkpoint:
+    """Open a checkpoint. step: None takes the newest. Raises NoSuchStepError, RunError, DamagedError,
+    MismatchError."""
+    try:
+        return _checkpoint_in(store, step)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, StopIteration) as error:
+        raise DamagedError(
+            f"The records of {store.url} do not have the form they were written in ({error!r}). Nothing was "
+            "loaded. Load another checkpoint.",
+            path=store.url,
+        ) from error
+
+
+def _checkpoint_in(store: Store, step: int | None) -> _Checkpoint:
     if step is None and store.exists(METADATA):
-        return _WriterFolder(store)
+        return _WriterFolder(read_record(store))
     if store.exists(".metadata"):
         raise RunError(
             f"{store.url} is a checkpoint of torch's FileSystemWriter and contains pickles. Nothing was "
@@ -137,7 +150,7 @@ def _source(store: Store, step: int | None) -> _Checkpoint:
         )
     if step is None and files_in(store):
         read_record(store)  # raises the error that no save was completed
-    return _Step(store, step)
+    return _Step(resolve(store, step))
 
 
 Path = tuple[str | int, ...]
@@ -154,6 +167,7 @@ class _Checkpoint:
     def __init__(self, record: StepRecord) -> None:
         self.identity = str(record.name)
         self._record, self._whole = record, WholeTensors(record)
+        self._leaves = {name: leaf for leaf in self._whole.leaves for name in (leaf.name, *leaf.aliases)}
         self.tensors: dict[str, Leaf] = {}
         self._values: dict[str, tuple[Any, str]] = {}
         self.paths: dict[str, Path] = {}
@@ -192,26 +206,26 @@ class _Checkpoint:
         return [self._made(*self._values[name]) for name in names]
 
     def _made(self, value: Any, name: str) -> Any:
-        return value
+        if type(value) is LeafRef:
+            leaf = self._leaves[name]
+            tensor = read_leaves([(leaf, self._whole.parts(leaf))], self._record, 1)[leaf.name]
+            return value_of(value.about, tensor) if is_stored(value) else tensor
+        items = list(children(value))
+        made = [(key, self._made(item, join(name, key))) for key, item in items]
+        return (
+            value if all(a is b for (_, a), (_, b) in zip(items, made, strict=True)) else rebuild(value, made)
+        )
 
 
 class _WriterFolder(_Checkpoint):
     """A checkpoint that a Writer wrote."""
 
-    def __init__(self, store: Store) -> None:
-        record = read_record(store)
+    def __init__(self, record: StepRecord) -> None:
         super().__init__(record)
-        try:
-            for name, path in record.parts[0].environment["paths"]:
-                self.paths[name] = _checked_path(path)
-            for rank in (rank for part in record.parts for rank in part.ranks):
-                self._values |= {name: (decode(value), "") for name, value in rank.values.items()}
-        except (KeyError, TypeError, ValueError) as error:
-            raise DamagedError(
-                f"{store.url}/{METADATA} does not have the form it was written in ({error!r}). Nothing was "
-                "loaded. Load another checkpoint.",
-                path=store.url,
-            ) from error
+        for name, path in record.parts[0].environment["paths"]:
+            self.paths[name] = _checked_path(path)
+        for rank in (rank for part in record.parts for rank in part.ranks):
+            self._values |= {name: (decode(value), "") for name, value in rank.values.items()}
         self.tensors = {fqn_of(leaf.name): leaf for leaf in self._whole.leaves}
 
 
@@ -236,25 +250,14 @@ class _Step(_Checkpoint):
     no part's name.
     """
 
-    def __init__(self, store: Store, step: int | None) -> None:
-        """step: None takes the newest. Raises NoSuchStepError, RunError, DamagedError, MismatchError."""
-        record = resolve(store, step)
+    def __init__(self, record: StepRecord) -> None:
         super().__init__(record)
-        self._leaves = {name: leaf for leaf in self._whole.leaves for name in (leaf.name, *leaf.aliases)}
         extras: dict[str, dict[str, Any]] = {}
-        try:
-            for number in range(record.world):
-                self._add_rank(SavedRank(number, record.rank(number).values), extras)
-            left_out = transient_names(record)
-            for name, extra in extras.items():
-                self._add_module(name, extra, left_out)
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError, StopIteration) as error:
-            raise DamagedError(
-                f"The values of step {record.step} of {store.url} do not have the form they were written in "
-                f"({error!r}). Nothing was loaded. Load another step.",
-                step=record.step,
-                path=store.url,
-            ) from error
+        for number in range(record.world):
+            self._add_rank(SavedRank(number, record.rank(number).values), extras)
+        left_out = transient_names(record)
+        for name, extra in extras.items():
+            self._add_module(name, extra, left_out)
 
     def _add_rank(self, rank: SavedRank, extras: dict[str, dict[str, Any]]) -> None:
         """Add the items that no earlier rank has; of modules, only to `extras`: the extra state of each."""
@@ -310,17 +313,6 @@ class _Step(_Checkpoint):
         fqn = ".".join(map(str, path))
         self.paths.setdefault(fqn, path)
         return fqn
-
-    def _made(self, value: Any, name: str) -> Any:
-        if type(value) is LeafRef:
-            leaf = self._leaves[name]
-            tensor = read_leaves([(leaf, self._whole.parts(leaf))], self._record, 1)[leaf.name]
-            return value_of(value.about, tensor) if is_stored(value) else tensor
-        items = list(children(value))
-        made = [(key, self._made(item, join(name, key))) for key, item in items]
-        return (
-            value if all(a is b for (_, a), (_, b) in zip(items, made, strict=True)) else rebuild(value, made)
-        )
 
 
 def _torch_names(optimizer: str, groups: Sequence[Sequence[str]], parts: Iterable[str]) -> dict[str, str]:
