@@ -16,6 +16,7 @@ from flashckpt.keeper import start
 from flashckpt.memory.region import is_region_name
 from flashckpt.persist.job import pause_s
 from flashckpt.store import open_store
+from tests import run_view
 from tests.events import ledger
 from tests.keeper.driver import eventually, kill_keeper, the_keeper
 from tests.keeper.fake import keeper_pid
@@ -84,9 +85,10 @@ def test_a_run_that_ends_in_a_pause_leaves_a_keeper(run: Path, runtime: Path) ->
 
 
 def test_a_job_elsewhere_is_refused_while_the_keeper_stands_still(
-    run: Path, tmp_path: Path, runtime: Path
+    run: Path, tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A keeper that is stopped, or swapped out, is no dead trainer: the next one moves the counter."""
+    run_view.watch_for(60.0, monkeypatch.setattr)
     store = open_store(str(run))
     elsewhere = replace(attempts.local_owner(str(tmp_path), "trainer-1"), boot_id="other", host="other")
     with attached(run) as checkpointer:

@@ -163,12 +163,14 @@ def test_who_fails_alone_is_heard_in_the_next_round() -> None:
 
 def test_who_fails_alone_waits_for_those_that_still_load() -> None:
     """Longer than a round may take: a step is read for hours."""
+    loaded = threading.Barrier(WORLD - 1)
 
     def operation(job: Job) -> Any:
         def load() -> None:
             if job.rank == 1:
                 raise MismatchError("it is of another model")
-            time.sleep(1.0)
+            time.sleep(4.5)
+            loaded.wait(240)
 
         group = Ranks(Environment(rank=job.rank, world=WORLD), job)
         try:
@@ -177,7 +179,7 @@ def test_who_fails_alone_waits_for_those_that_still_load() -> None:
         finally:
             group.close()
 
-    for error in each_rank(WORLD, operation, timeout_s=0.3):
+    for error in each_rank(WORLD, operation, timeout_s=2.0):
         assert type(error) is MismatchError
         assert str(error).startswith("rank 1 of 3: it is of another model")
 

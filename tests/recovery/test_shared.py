@@ -105,12 +105,12 @@ def test_a_foreign_file_of_that_name_is_told_and_not_touched(run: Path, runtime:
     foreign = Path(crash.folder.path) / "constants-00000-00000000000000aa"
     foreign.write_bytes(b"of somebody else" * 1000)
     foreign.chmod(0o600)
-    before = foreign.stat(), foreign.read_bytes()
+    before = foreign.read_bytes(), foreign.stat()
     for how in ({"dry_run": True}, {}):
         report = recovered(run, **how)
         [found] = [each for each in report.findings if each.place == foreign.name]
         assert (found.outcome.value, found.damage) == ("kept", True)
-    assert (foreign.stat(), foreign.read_bytes()) == before
+    assert (foreign.read_bytes(), foreign.stat()) == before
     assert regions_of(crash.folder) == [foreign.name]
     assert committed(run) == [2]
     told = shell("recover", run)
