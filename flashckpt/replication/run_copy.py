@@ -194,7 +194,8 @@ class StepCopier:
         made = self._as_there(manifest, files, there, target)
         places, lengths = made.places(), made.paths()
         missing = set(missing_of(self._target, made))
-        changed = False
+        # First: it is made anew from the lengths of compressed files that are there.
+        changed = self._mend_small(target.manifest_path, made.to_bytes(), name)
         for place, row in enumerate(made.parts):
             changed |= self._mend_small(f"{made.folder.path}/{row.name}", record.part_bytes(place), name)
         for path, contents in files.contents.items():
@@ -205,7 +206,8 @@ class StepCopier:
             if not self._repairs and self._target.exists(there_path):
                 raise self._is_not_whole(there_path, name)
             with self._image(path, contents, name.step) as image:
-                self._target.remove(there_path)  # the source is whole
+                if self._repairs:
+                    self._target.remove(there_path)  # the source is whole
                 found = self._write(path, there_path, contents, image, name.step)
             if found != lengths[there_path]:
                 raise RunError(
@@ -217,7 +219,6 @@ class StepCopier:
                     path=there_path,
                 )
             changed = True
-        changed |= self._mend_small(target.manifest_path, made.to_bytes(), name)
         if self._repairs:
             Stores({HOME.store: self._target}).run(HOME.update(partial(clear, checkpoint=target)))
         if not changed:

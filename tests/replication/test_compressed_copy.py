@@ -3,6 +3,7 @@ by code that knows nothing of it."""
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +183,43 @@ def test_another_zstandard_is_told_at_each_repair(
     assert missing(target, name_of(10, attempt)) == [shard]
     # A start passes over the step, although the bytes are right: the report names the file.
     assert [row.file for row in verify(target).damaged] == [shard]
+
+
+def test_a_repair_that_failed_halfway_is_done_again(
+    source: Store, target: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The manifest was damaged, too: only what is there tells the lengths of compressed files."""
+    attempt = made(source, [10])
+    copied(source, target)
+    for file in ("rank-00001", "manifest-"):
+        path = file_of(tmp_path / "target", name_of(10, attempt).id, file)
+        flip(path, path.stat().st_size // 2)
+
+    def fails(*_: object) -> None:
+        raise OSError(errno.EIO, "the line is cut")
+
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="line is cut"):
+        patched.setattr(target, "write_parts", fails)
+        copy_run(source, target, 10, repairs=True)
+    assert not is_whole(View.of(target), name_of(10, attempt))
+    done = copy_run(source, target, 10, repairs=True)
+    assert [each.outcome for each in done.steps] == [Outcome.REPAIRED]
+    assert verify(target).ok
+
+
+def test_what_was_lost_is_sent_again_without_the_right_to_delete(
+    source: Store, target: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempt = made(source, [10])
+    copied(source, target)
+    target.remove(read_step(target, name_of(10, attempt)).shard_path(1))
+
+    def refused(*_: object) -> None:
+        raise PermissionError(errno.EACCES, "no right to delete")
+
+    monkeypatch.setattr(target, "remove", refused)
+    assert [each.outcome for each in copy_run(source, target, 10).steps] == [Outcome.COPIED]
+    assert verify(target).ok
 
 
 def test_a_frozen_file_that_was_cut_is_sent_again(source: Store, target: Store, tmp_path: Path) -> None:
