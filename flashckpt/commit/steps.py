@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from flashckpt._native import xxh3_128
 from flashckpt.catalogue.requests import Stores
@@ -24,10 +24,16 @@ from flashckpt.format.records import Contents, Part, RankRecord
 from flashckpt.printable import listed
 from flashckpt.store.base import Store
 
+_Read = TypeVar("_Read", Part, PartHead)
+
 # ---- the parts of a snapshot: each read and checked when it is needed
 
 # The parts that were read last stay in memory, up to so many bytes of their files.
 _FEW_BYTES = 128 << 20
+# To compare parts of at most so many bytes they are read whole, which takes a second for 8 MiB.
+_WHOLE_BYTES = 16 << 20
+# Longer than the head of a part of eight ranks.
+_HEAD_BYTES = 64 << 10
 
 
 class StepParts:
@@ -168,10 +174,18 @@ class StepRecord:
         return self.manifest.world
 
     def check(self) -> StepRecord:
-        """Read all parts. DamagedError if one is damaged, or if they contradict each other."""
-        if unlike({place: self.parts[place].head() for place in range(len(self.parts))}):
+        """Compare all parts with their checksums, and with each other. DamagedError."""
+        are_few = sum(each.num_bytes for each in self.manifest.parts) <= _WHOLE_BYTES
+        read = (lambda place: self.parts[place].head()) if are_few else self._head
+        if unlike({place: read(place) for place in range(len(self.parts))}):
             raise damaged(self.folder, "its parts contradict each other about replicas", self.step)
         return self
+
+    def _head(self, place: int) -> PartHead:
+        """The head of a part, of which all bytes were compared with their checksum."""
+        row, data = self.manifest.parts[place], self.part_bytes(place)
+        head = PartHead.from_prefix(data[:_HEAD_BYTES], self.part_path(place))
+        return self.parts[place].head() if head is None else _of_step(head, self.manifest, row)
 
     def rank(self, rank: int) -> RankRecord:
         """The record of a rank. NoSuchStepError if the step has no such rank."""
@@ -294,11 +308,8 @@ def step_of(store: Store, manifest: Manifest) -> StepRecord:
 
     def read(place: int) -> Part:
         row = manifest.parts[place]
-        path = f"{folder}/{row.name}"
-        part = Part.from_bytes(read_named_bytes(store, manifest, row), path)
-        ranks = tuple(sorted(each.rank for each in part.ranks))
-        if (part.id, part.step, part.world, ranks) != (id, manifest.step, manifest.world, row.ranks):
-            raise damaged(path, "it is a part of another step, attempt, boundary or world", manifest.step)
+        part = Part.from_bytes(read_named_bytes(store, manifest, row), f"{folder}/{row.name}")
+        _of_step(part, manifest, row)
         shards = [each.shard for each in part.ranks]
         shards += [each.constants.shard for each in part.ranks if each.constants is not None]
         named = {(each.file, each.num_bytes) for each in shards}
@@ -315,6 +326,16 @@ def step_of(store: Store, manifest: Manifest) -> StepRecord:
         ),
         store=store,
     )
+
+
+def _of_step(part: _Read, manifest: Manifest, row: PartFile) -> _Read:
+    """A part, or its head. DamagedError if it does not belong to the manifest that names it."""
+    ranks = tuple(sorted(each.rank for each in part.ranks))
+    found = part.id, part.step, part.world, ranks
+    if found != (manifest.folder.id, manifest.step, manifest.world, row.ranks):
+        path = f"{manifest.folder.path}/{row.name}"
+        raise damaged(path, "it is a part of another step, attempt, boundary or world", manifest.step)
+    return part
 
 
 def read_named_bytes(store: Store, manifest: Manifest, row: PartFile) -> bytes:

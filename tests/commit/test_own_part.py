@@ -11,6 +11,7 @@ import pytest
 
 from flashckpt.commit import steps
 from flashckpt.commit.commit_step import KEEP_ALL, Outcome, commit
+from flashckpt.commit.lineage import resolve
 from flashckpt.commit.steps import read_checkpoint, read_step, step_of
 from flashckpt.commit.verification import verify
 from flashckpt.commit.view import View
@@ -129,6 +130,7 @@ def test_a_manifest_that_names_other_files_than_ones_part_is_refused(
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of these tests are taken for such as thousands of ranks make."""
     monkeypatch.setattr(steps, "_FEW_BYTES", 0)
+    monkeypatch.setattr(steps, "_WHOLE_BYTES", 0)
 
 
 @pytest.mark.usefixtures("large")
@@ -142,6 +144,23 @@ def test_damage_in_the_midst_of_a_large_part_is_found_when_it_is_read(store: Wat
     with pytest.raises(DamagedError):
         read_step(store, name_of(100, attempt)).check()
     assert not verify(store, 100).ok
+
+
+@pytest.mark.usefixtures("large")
+def test_a_large_step_is_found_without_taking_its_parts_apart(
+    store: Watched, attempt: AttemptName, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That takes minutes for the parts of thousands of ranks, and `branch` needs only to know them whole."""
+    path = place(store, attempt, "node-00002")
+    other = part_of(store, 200, attempt, (2, 3), world=WORLD, constants=True).to_bytes()
+    monkeypatch.setattr(Part, "from_bytes", None)
+    store.read_parts.clear()
+    assert resolve(store, 100).name == name_of(100, attempt)
+    assert len(store.read_parts) == len(NODES)
+    assert len(other) == path.stat().st_size
+    path.write_bytes(other)
+    with pytest.raises(DamagedError, match="a part of another step"):
+        resolve(store, 100)
 
 
 @pytest.mark.usefixtures("large")

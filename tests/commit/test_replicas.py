@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from flashckpt.catalogue import home
-from flashckpt.commit import attempts, commit_step
+from flashckpt.commit import attempts, commit_step, steps
 from flashckpt.commit.commit_step import KEEP_ALL, Outcome
 from flashckpt.commit.steps import read_step
 from flashckpt.commit.view import View
@@ -114,11 +114,15 @@ def test_each_difference_is_named(
     assert "writers" in how or caught.value.ranks == harmed
 
 
-def test_a_step_whose_parts_were_exchanged_is_damaged(store: LocalStore, attempt: AttemptName) -> None:
+@pytest.mark.parametrize("most_bytes", [0, 1 << 20])
+def test_a_step_whose_parts_were_exchanged_is_damaged(
+    store: LocalStore, attempt: AttemptName, monkeypatch: pytest.MonkeyPatch, most_bytes: int
+) -> None:
     """Whatever made a manifest for it."""
     publish_all(store, attempt, {2: rank_record(store, attempt, 2, changed=["model.weight"])})
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(home, "unlike", lambda _: {})
         assert commit(store, attempt)
+    monkeypatch.setattr(steps, "_WHOLE_BYTES", most_bytes)
     with pytest.raises(DamagedError, match="contradict each other about replicas"):
         read_step(store, name_of(100, attempt)).check()
