@@ -107,8 +107,8 @@ def verify(
             rows += found
             records += [] if record is None else [record]
         word[0], word[1] = 0, _bytes_of(records)
-        for record in records:
-            rows += _shards(record, known, read)
+        while records:  # each leaves memory, with its parts, before the next one is read
+            rows += _shards(records.pop(0), known, read)
         word[0] = word[1]
         suspects = {row.name for row in rows if row.status != "ok"}
         gone = suspects.difference(View.of(store).checkpoints) if suspects else ()

@@ -176,6 +176,21 @@ def test_of_a_large_step_one_part_is_in_memory_at_a_time(store: Watched, attempt
     assert max(store.in_memory) - before <= 1
 
 
+def test_a_verification_has_the_parts_of_one_step_in_memory(
+    store: Watched, attempt: AttemptName, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steps, "_WHOLE_BYTES", 0)
+    for step in (200, 300):
+        for ranks in NODES:
+            publish(store, step, attempt, ranks=ranks, world=WORLD)
+        assert commit(View.of(store), folder_of(store, name_of(step, attempt).id), KEEP_ALL)
+    gc.collect()
+    before = sum(type(each) is Part for each in gc.get_objects())
+    store.in_memory.clear()
+    assert verify(store).ok
+    assert max(store.in_memory) - before <= len(NODES)
+
+
 @pytest.mark.usefixtures("large")
 def test_what_becomes_of_a_large_part_while_its_step_is_read_is_told(
     store: Watched, attempt: AttemptName
