@@ -180,8 +180,8 @@ def keepers(
 
     With --end the keeper first saves the uncommitted snapshots in its memory; if that fails, it stays, and
     the command ends with 4. Uncommitted snapshots are lost only with --discard. Ends with 3 while a trainer
-    of the run lives: its keeper ends with it. A runtime folder without a keeper (of a deleted run, say) is
-    freed by its path with --discard.
+    of the run lives: its keeper ends with it. Memory without a keeper is freed with --discard; that of a
+    deleted run by the path of its runtime folder.
     """
     from flashckpt.keeper import node_keepers as node
 

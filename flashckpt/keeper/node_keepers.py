@@ -17,6 +17,7 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+from flashckpt.commit.view import open_run
 from flashckpt.errors import FlashckptError, KeeperError, PersistError, RunHeldError
 from flashckpt.format.names import AttemptName
 from flashckpt.keeper.client import KeeperWait, WaitTimeouts, asked
@@ -36,6 +37,7 @@ from flashckpt.memory.runtime import (
     RuntimeFolder,
     base_folders,
     holder_of,
+    identity_of,
     is_alive,
     is_trainer_lock,
 )
@@ -143,8 +145,12 @@ def find(target: str) -> KeeperRow:
     if target.isdigit():
         found = [row for row in rows if row.pid == int(target)]
     else:
-        path = os.path.realpath(open_store(target).url)
+        store = open_store(target)
+        path = os.path.realpath(store.url)
         found = [row for row in rows if path in map(os.path.realpath, (row.run or row.folder, row.folder))]
+        with suppress(FlashckptError, OSError):  # without a keeper the run alone tells its folder
+            identity = "" if found else identity_of(open_run(store, create=False).run_id, store.place())
+            found = found or [row for row in rows if os.path.basename(row.folder) == identity]
     if len(found) != 1:
         what = "keeper" if not found else "one keeper alone"
         raise KeeperError(
@@ -209,7 +215,7 @@ def _free(row: KeeperRow, runtime: RuntimeFolder, *, discard: bool) -> None:
         raise PersistError(
             f"{row.folder} has no keeper; it holds steps {steps or '(none)'}. Nothing was changed. The next "
             "start of its run resumes from them; `flashckpt recover RUN` saves them and frees the memory. "
-            "If the run was deleted, free it with --discard: uncommitted snapshots are lost.",
+            "What that cannot save is freed with --discard: uncommitted snapshots are lost.",
             path=row.folder,
         )
     # No keeper is elected meanwhile; a new trainer waits for its keeper, and then finds no snapshot.

@@ -87,8 +87,12 @@ def test_a_branch_that_was_left_never_becomes_visible(tmp_path: Path, runtime: P
     assert regions_of(crash.folder) == [slot], "it stays until the branch has committed, or it is given up"
     assert rows(recovered(run), "snapshot") == [("snapshot", "kept", 7)]
 
-    keepers.end(keepers.find(crash.folder.path), discard=True)
+    other = Crash(tmp_path / "other", runtime).slots().commit(1)
+    other.seal(2)
+    other.both_killed()
+    keepers.end(keepers.find(str(run)), discard=True)
     assert regions_of(crash.folder) == []
+    assert len(regions_of(other.folder)) == 3, "no other run's memory, though both have left a folder"
     assert visible(run) == before
 
 
