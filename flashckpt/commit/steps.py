@@ -182,7 +182,7 @@ class StepRecord:
         return self
 
     def _head(self, place: int) -> PartHead:
-        """The head of a part, of which all bytes were compared with their checksum."""
+        """The head of a part, whose bytes were all compared with their checksum."""
         row, data = self.manifest.parts[place], self.part_bytes(place)
         head = PartHead.from_prefix(data[:_HEAD_BYTES], self.part_path(place))
         return self.parts[place].head() if head is None else _of_step(head, self.manifest, row)
