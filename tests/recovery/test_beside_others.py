@@ -190,6 +190,9 @@ def test_what_a_keeper_may_not_save_any_more_is_kept_and_no_failure(lingers: Cra
     assert committed(lingers.run) == [1]
     assert report.resume.step == 1
 
+    keepers.end(keepers.find(str(lingers.run)), discard=True)
+    assert regions_of(lingers.folder) == []
+
 
 @pytest.mark.long
 def test_a_keeper_that_does_not_answer_is_named(lingers: Crash, monkeypatch: pytest.MonkeyPatch) -> None:
