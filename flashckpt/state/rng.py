@@ -222,8 +222,9 @@ class Generators:
                 restore_one(generator, states[path])
 
     def restore_all(self, states: Mapping[str, Any]) -> None:
-        restore(states["global"])
-        self.restore(states["own"])
+        with _damaged("the random numbers' state"):
+            restore(states["global"])
+            self.restore(states["own"])
 
     def path_of(self, generator: object) -> str | None:
         """Return the path of a generator, or None."""

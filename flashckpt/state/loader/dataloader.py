@@ -36,11 +36,17 @@ States = dict[str, Any]
 Replay = tuple[States, States] | None
 
 
+class Parts(NamedTuple):
+    states: list[Any]
+    seeder: bytes | None
+    skipped: int
+
+
 class DataLoaderSource(Source):
     """A map-style DataLoader."""
 
     kind, divides = "torch DataLoader", True
-    parts = frozenset({"states", "seeder", "skipped"})
+    parts = Parts
 
     def __init__(self, loader: Any) -> None:
         super().__init__(loader, rng.Generators(_roots(loader)))

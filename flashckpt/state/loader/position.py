@@ -13,6 +13,8 @@ from flashckpt.state.loader.order import Share, checked_fields
 
 log = logging.getLogger(__name__)
 
+_STATES = {"global": dict, "own": dict}
+
 
 @dataclass(frozen=True)
 class LayoutChange:
@@ -84,7 +86,7 @@ class Position(NamedTuple):
         return states
 
     @classmethod
-    def read(cls, saved: Mapping[str, Any], kind: str, parts: frozenset[str]) -> Position:
+    def read(cls, saved: Mapping[str, Any], kind: str, parts: type[Any]) -> Position:
         """Check and return a position. Raises MismatchError for a position of another kind of source,
         DamagedError for a malformed one."""
         saved_kind = saved.get("kind")
@@ -105,14 +107,16 @@ class Position(NamedTuple):
             ) from error
         return position
 
-    def _check(self, parts: frozenset[str]) -> None:
+    def _check(self, parts: type[Any]) -> None:
         """Raise ValueError if a field is invalid."""
-        if self.batches_taken < 0 or self.parts.keys() != parts:
-            raise ValueError(f"{self.batches_taken} batches, with {sorted(self.parts)}")
+        checked_fields(parts, self.parts)
+        if self.batches_taken < 0:
+            raise ValueError(f"{self.batches_taken} batches")
         before = (each for each in (self.at_iter, self.at_draw) if each is not None)
         states = [self.now, *before, *self.ahead]
-        if not all(isinstance(each, dict) and each.keys() == {"global", "own"} for each in states):
-            raise ValueError("generator states are missing")
+        for each in states:
+            if not isinstance(each, dict) or {k: type(v) for k, v in each.items()} != _STATES:
+                raise ValueError("generator states are missing")
 
     def belongs_to(self, share: Share | None, *, is_global: bool) -> bool:
         """Whether the state in it (generators inside workers, a loader's own state) belongs to the rank with

@@ -41,7 +41,7 @@ class Source:
     """
 
     kind = ""  # as a message names it
-    parts: frozenset[str] = frozenset()  # the keys of `Position.parts`
+    parts: type[Any] = object  # the fields of `Position.parts`
     divides = False  # whether it can continue with any order of samples
 
     _share: Share | None

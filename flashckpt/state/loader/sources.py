@@ -72,6 +72,8 @@ class Sources:
     def restore(self, saved: list[Any]) -> None:
         """Restore the result of `value`. Raises ValueError for anything else."""
         entries = [checked_fields(Entry, each) for each in saved]
+        for entry in entries:
+            checked_fields(Position, entry.position)
         self.close()
         self._entries = {entry.name: entry for entry in entries}
 
@@ -83,7 +85,7 @@ class Sources:
         """Return the saved position of a loader that was open in this epoch and was not used here; or {}."""
         entry = self._entries.get(name)
         saved = entry.position if entry is not None and entry.is_open and name not in self._used else {}
-        return saved if type(saved.get("batches_taken")) is int and saved.get("epoch") == epoch else {}
+        return saved if saved and saved["epoch"] == epoch else {}
 
     def open(
         self,
@@ -118,8 +120,8 @@ class Sources:
                 saved = entry.position
                 if entry.renewed:
                     new.begin(epoch)
-                    boundary = [saved.get("now") or {}, *(saved.get("ahead") or [])][-1]
-                    new.generators.restore(boundary.get("own", {}))
+                    boundary = [saved["now"], *saved["ahead"]][-1]
+                    new.generators.restore(boundary["own"])
                 else:
                     new.begin(epoch, saved, carry=True)
                 new.generators.restore({path: before[path] for path in entry.seeded_by_program(now)})

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -29,6 +29,12 @@ from flashckpt.state.values import SIMPLE, StoredTensor, rebuild, survey
 log = logging.getLogger(__name__)
 
 
+class Parts(NamedTuple):
+    state: Any
+    drawn: int
+    left: bool
+
+
 class StatefulSource(Source):
     """A loader with its own state.
 
@@ -38,7 +44,7 @@ class StatefulSource(Source):
     """
 
     kind = "loader with its own state"
-    parts = frozenset({"state", "drawn", "left"})
+    parts = Parts
 
     def __init__(self, loader: Any, stream: Any = None, *, creates_iterator: bool = False) -> None:
         super().__init__(loader, rng.Generators({"loader": loader}))

@@ -270,7 +270,8 @@ def test_an_unknown_length() -> None:
     "spoil",
     [
         {"batches_taken": "3"}, {"batches_taken": -1}, {"over": None}, {"now": {}}, {"kind": None},
-        {"parts": {}}, {"at_iter": {"global": {}, "own": {}}}, {"extra": 1},
+        {"parts": {}}, {"at_iter": {"global": {}, "own": {}}}, {"extra": 1}, {"at_iter": None},
+        {"parts": {"states": None, "seeder": None, "skipped": 0}}, {"now": {"global": {}, "own": None}},
     ],
     ids=str,
 )  # fmt: skip
