@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from flashckpt.errors import BoundaryError, OptionError
 from flashckpt.format.typed import encode_json
 from flashckpt.state.loader.dataloader import DataLoaderSource
-from flashckpt.state.loader.order import checked_fields, share_of
+from flashckpt.state.loader.order import checked_fields
 from flashckpt.state.loader.position import Position
 from flashckpt.state.loader.prepared import is_prepared, prepared_source
 from flashckpt.state.loader.source import ReplayedSource, Source, with_new_workers
@@ -160,7 +160,8 @@ def epoch_length(loader: Any, position: Mapping[str, Any]) -> int:
     position. Other epochs have another number if the rest is divided among other ranks. Raises TypeError if
     the loader has no length."""
     length = len(loader)
-    then, now = checked_fields(Position, position).share if position else None, share_of(loader)
+    then = checked_fields(Position, position).share if position else None
+    now = None if then is None else source_of(loader)._share
     if then is None or now is None or not now.can_follow(then):
         return length
     if then.ranks == now.ranks == 1 and not then.batches:

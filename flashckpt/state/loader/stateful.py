@@ -59,7 +59,7 @@ class StatefulSource(Source):
         # The batches of the epoch that was resumed, until the next one has ended.
         self._expected: int | None = None
         # In an epoch that was resumed: the state from which it was, and the batches drawn since. Until each
-        # worker of torchdata has given a batch, its own state is that of a new one.
+        # worker of torchdata, or a generator function, has given a batch, its own state is that of a new one.
         self._resumed_from: Encoded | None = None
         self._drawn_since: int | None = None
 
@@ -203,7 +203,7 @@ class StatefulSource(Source):
     def _parts(self) -> tuple[bool, dict[str, Any]]:
         here = self._iterator is not None
         workers = self._loader.num_workers if self._creates_iterator else 0
-        waits = here and self._resumed_from is not None and (self._drawn_since or 0) < workers
+        waits = here and self._resumed_from is not None and (self._drawn_since or 0) < max(1, workers)
         state = self._resumed_from if waits else self._state() if here else self._between
         return self._over or self._is_last(), {
             "state": state,

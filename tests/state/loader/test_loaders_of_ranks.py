@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler, DistributedSampler, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from flashckpt.state import rng
-from flashckpt.state.loader.sources import source_of
+from flashckpt.state.loader.sources import epoch_length, source_of
 
 RANKS, SAMPLES = 3, 22
 Make = Callable[[int], Any]
@@ -88,6 +88,13 @@ def of_three(rank: int, workers: int) -> bytes:
     position = runs.to_wire(source.position())
     source.close()
     return position
+
+
+def test_the_length_of_a_rest_in_one_process_is_known_before_it_begins() -> None:
+    loader = runs.loader(runs.Items("/dev/null", 40), 0, shuffle=True, generator=runs.owned(3))
+    position, source = runs.from_wire(of_three(0, 0)), source_of(loader)
+    source.begin(0, position)
+    assert epoch_length(loader, position) == len(source) == 3 + 6  # 22 of 40 samples, in batches of 4
 
 
 def in_divided_epoch(workers: int, persistent: bool, folder: str) -> list[str]:

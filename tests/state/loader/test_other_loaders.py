@@ -302,6 +302,17 @@ def test_epochs_left_early(name: str) -> None:
         assert got.seen == {key: value for key, value in record.seen.items() if key in got.seen}, cut
 
 
+@pytest.mark.parametrize("name", ["sticky data set", "sticky, itself", "stateful"])
+def test_a_resume_that_has_drawn_nothing_saves_the_position_that_it_has(name: str) -> None:
+    source = source_of(LOADERS[name]())
+    source.begin(0)
+    source.next()
+    position = runs.saved(source)
+    again = source_of(LOADERS[name]())
+    again.begin(0, position)
+    assert runs.saved(again) == position
+
+
 def items_alone(rows: list[Any]) -> list[Any]:
     # Draws inside workers are not covered.
     return [row[0] if isinstance(row, tuple) else row for row in rows]
