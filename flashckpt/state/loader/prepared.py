@@ -85,6 +85,7 @@ class PreparedSource(Source):
         self._iterator, self.batches_taken, self.was_over, self._first_rows = None, 0, False, None
         inside.count_trained()
         if resume is None:
+            loader.set_epoch(loader.iteration)  # as its `iter()` will
             return inside.begin(epoch)
         if isinstance(inside, ReceivedSource) and resume.get("moved") is not None:
             # It may be that of the drawing rank.
@@ -100,17 +101,17 @@ class PreparedSource(Source):
                 "epoch has ended.",
                 differences=(("ranks", str(moved.ranks), str(moved.world)),),
             )
-        set_by_program = loader.iteration
         # A loader that was not prepared then has saved neither.
         iteration = saved.made_of.get("iteration", saved.epoch)
         drawn = saved.made_of.get("drawn", saved.batches_taken)
+        if is_carried:
+            # A program that sets the epoch itself sets it before its loop.
+            iteration = loader.iteration or iteration
         # Before `begin`, which computes the samplers' order.
         loader.set_epoch(iteration)
         resume = {**resume, "batches_taken": drawn}
         inside.begin(epoch, resume, **how)
         if is_carried:
-            # A program that sets the epoch itself sets it before its loop.
-            loader.iteration = set_by_program or iteration
             return None
         self.was_over, self.batches_taken = inside.was_over, saved.batches_taken
         if "first_rows" in saved.made_of:

@@ -9,11 +9,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import runs
 import torch
-from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
+from fresh import in_fresh_process
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from flashckpt.state import rng
 from flashckpt.state.loader.order import RemainingSampler, Share, checked_fields, share_of
+from flashckpt.state.loader.sources import source_of
 
 BatchSamplerShard: Any = None
 SeedableRandomSampler: Any = None
@@ -137,6 +140,43 @@ def test_the_order_of_an_own_generator_is_drawn() -> None:
     start = generators.capture_all()
     assert list(share.order.settled(start).indices()) == list(sampler)
     assert checked_fields(Share, share.value()) == share
+
+
+def begun_where_an_epoch_has_ended(carry: bool) -> list[Any]:
+    """Return the seed of the order of the next epoch, and its first indices, in a process that has resumed at
+    the end of epoch 0."""
+    from accelerate import PartialState
+    from accelerate.data_loader import SeedableRandomSampler, prepare_data_loader
+
+    PartialState(cpu=True)
+
+    def made() -> Any:
+        data = list(range(6))
+        loader = DataLoader(data, 1, sampler=SeedableRandomSampler(data, data_seed=4))  # type: ignore[arg-type]
+        prepared = prepare_data_loader(loader, num_processes=2, process_index=0, put_on_device=False)
+        return prepared, source_of(prepared)
+
+    _, first = made()
+    first.begin(0)
+    for _ in range(3):
+        first.next()
+    position = runs.saved(first)
+    loader, again = made()
+    if carry:
+        loader.set_epoch(1)
+        again.begin(1, position, carry=True)
+    else:
+        again.begin(0, position)
+        again.begin(1)
+    batches = [again.next().item() for _ in range(2)]
+    return [again.position()["share"]["order"]["seed"], *batches]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("carry", [False, True])
+def test_the_order_of_an_epoch_after_a_resume_is_saved(carry: bool) -> None:
+    order = torch.randperm(6, generator=torch.Generator().manual_seed(4 + 1)).tolist()
+    assert in_fresh_process(begun_where_an_epoch_has_ended, carry) == [4 + 1, *order[:4:2]]
 
 
 def test_an_unknown_order_is_not_divided() -> None:
