@@ -151,8 +151,8 @@ def begun_where_an_epoch_has_ended(carry: bool) -> list[Any]:
     PartialState(cpu=True)
 
     def made() -> Any:
-        data = list(range(6))
-        loader = DataLoader(data, 1, sampler=SeedableRandomSampler(data, data_seed=4))  # type: ignore[arg-type]
+        data: Any = list(range(6))
+        loader: Any = DataLoader(data, 1, sampler=SeedableRandomSampler(data, data_seed=4))
         prepared = prepare_data_loader(loader, num_processes=2, process_index=0, put_on_device=False)
         return prepared, source_of(prepared)
 
