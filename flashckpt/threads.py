@@ -67,6 +67,7 @@ def results(
         while (job := jobs.get()) is not None:
             _settle(*job)
             del job  # what a call holds is released when it has ended
+        jobs.put(None)  # for the next thread
 
     def oldest() -> _Found:
         _wait([under_way[0]])
@@ -87,10 +88,9 @@ def results(
         while under_way:
             yield oldest()
     finally:
+        jobs.put(None)  # at once: the handler of another signal may end all that follows
         for each in under_way:
             each.cancel()
-        for _ in range(threads):
-            jobs.put(None)
 
 
 def _wait(futures: Sequence[Future[Any]]) -> None:
