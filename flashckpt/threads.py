@@ -27,6 +27,8 @@ def start_thread(name: str, run: Callable[[], object]) -> threading.Thread:
     try:
         thread.start()
     except RuntimeError as error:
+        if not str(error).startswith("can't"):
+            raise  # the handler of a signal: of two in turn, threading makes a RuntimeError
         raise OutOfSpaceError(
             f"The system refuses another thread to this process ({error}). Saved steps are unchanged. "
             "Raise the limits of address space, processes and memory (`ulimit -v`, `ulimit -u`, the "

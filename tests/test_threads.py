@@ -7,8 +7,22 @@ from concurrent.futures import Future
 
 import pytest
 
-from flashckpt.threads import results
+from flashckpt.threads import results, start_thread
 from tests.waiting import until
+
+
+def test_a_signal_while_a_thread_starts_is_no_lack_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(thread: threading.Thread) -> None:
+        """As the wait for the thread's start ends where two signals arrive in turn."""
+        try:
+            raise KeyboardInterrupt
+        finally:
+            raise RuntimeError("release unlocked lock")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(RuntimeError, match="release unlocked lock") as raised:
+        start_thread("flashckpt-test", lambda: None)
+    assert type(raised.value.__context__) is KeyboardInterrupt
 
 
 def test_threads_end_also_after_a_second_signal(monkeypatch: pytest.MonkeyPatch) -> None:
