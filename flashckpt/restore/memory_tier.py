@@ -11,6 +11,7 @@ SIGBUS. The reads are buffered, because the ranks of a node read parts of each o
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -236,7 +237,7 @@ def fetch(ranges: Sequence[SlotRange], step: int, threads: int) -> list[tuple[me
         while view:
             num_bytes = os.preadv(each.slot.image_descriptor, [view], offset)
             if not num_bytes:
-                raise OSError(f"{each.slot.name} is truncated")
+                raise OSError(errno.EIO, f"{each.slot.name} is truncated")
             view, offset = view[num_bytes:], offset + num_bytes
 
     try:
@@ -244,6 +245,8 @@ def fetch(ranges: Sequence[SlotRange], step: int, threads: int) -> list[tuple[me
         for _ in results("cache", (partial(read, *each) for each in chunks), at_once):
             pass
     except OSError as error:
+        if error.errno is None:
+            raise  # the handler of a signal, as a TimeoutError: a disk gives a number
         raise DamagedError(
             f"The cached copy of step {step} cannot be read: {error}. It is passed over.", step=step
         ) from error

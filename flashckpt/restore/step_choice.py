@@ -391,6 +391,8 @@ class StepChoice:
                 is_step = False
                 log.warning("%s: %s is not as it was written (%s); reading it once more", url, what, error)
             except OSError as error:
+                if error.errno is None:
+                    raise  # the handler of a signal, as a TimeoutError: storage gives a number
                 if pause_s is None and isinstance(error, UnreadableShardError):
                     raise
                 if pause_s is None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -136,3 +138,26 @@ def test_a_disk_that_gives_no_bytes_is_damage_of_the_copy(tmp_path: Path) -> Non
             fetch([SlotRange(slot, 0, 1 << 20)], 7, 2)
     finally:
         os.close(folder)
+
+
+def test_a_timeout_of_the_program_is_no_damage_of_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step would be passed over for an older one."""
+    answers = threading.Event()
+
+    def hang(*_: object) -> int:
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM)
+        answers.wait(240)
+        return 0
+
+    def handler(*_: object) -> None:
+        raise TimeoutError("of the program")
+
+    monkeypatch.setattr(os, "preadv", hang)
+    slot: Any = SimpleNamespace(is_cached=True, image_descriptor=-1, image_offset=0, name="slot")
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        with pytest.raises(TimeoutError, match="of the program"):
+            fetch([SlotRange(slot, 0, 1 << 20)], 7, 2)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        answers.set()

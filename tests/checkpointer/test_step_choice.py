@@ -8,6 +8,8 @@ import logging
 import os
 import random
 import shutil
+import signal
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -144,6 +146,29 @@ def test_a_shard_that_is_read_in_the_end_costs_no_step(run: Path, monkeypatch: p
     faulty = FaultyShards(monkeypatch, newest(run), times=3)
     assert resumed_at(run) == 4
     assert not faulty.left
+
+
+def test_a_timeout_of_the_program_ends_a_start_whose_storage_does_not_answer(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`TimeoutError` is an OSError, but no failure of storage, which would be tried again."""
+    answers = threading.Event()
+
+    def hang() -> None:
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM)
+        answers.wait(240)
+
+    def handler(*_: object) -> None:
+        raise TimeoutError("of the program")
+
+    FaultyShards(monkeypatch, newest(run), then=hang)
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        with pytest.raises(TimeoutError, match="of the program"):
+            resumed_at(run)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        answers.set()
 
 
 def test_a_shard_that_the_disk_does_not_give_leads_to_the_older_step_and_back(
