@@ -1,7 +1,5 @@
 """What every test gets: a runtime folder of its own, whose keepers are ended and whose regions go."""
 
-from __future__ import annotations
-
 import gc
 import os
 import shutil

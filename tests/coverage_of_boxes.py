@@ -1,7 +1,5 @@
 """Whether the slices that ranks hold of small tensors are the whole tensors."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 

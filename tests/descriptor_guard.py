@@ -4,8 +4,6 @@ so many open and no more.
 Owns that rule. Seen is what the tests' own process has, after all fixtures of the test.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os

@@ -1,7 +1,5 @@
 """What tests do with descriptors: wait for them, whatever their numbers, and close what they have opened."""
 
-from __future__ import annotations
-
 import os
 import select
 from typing import IO, Any, Protocol, TypeVar

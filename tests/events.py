@@ -1,7 +1,5 @@
 """What a run's ledger holds, and other files of lines, while processes that live go on writing them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

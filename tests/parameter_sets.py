@@ -4,8 +4,6 @@ A plugin of pytest. `make test-all` runs every set. A test whose sets each guard
 the mark `every_set`, and keeps all. A set that is named on the command line is run.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 
 import pytest

@@ -5,8 +5,6 @@ Owns that rule. Seen are fork, posix_spawn, subprocess and multiprocessing, in a
 process, and what a test asks the process that forks trainers for.
 """
 
-from __future__ import annotations
-
 import multiprocessing.util
 import sys
 from collections.abc import Generator, Iterator

@@ -1,7 +1,5 @@
 """Finding and ending the keepers that a test's processes leave behind, as they are meant to."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

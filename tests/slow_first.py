@@ -3,8 +3,6 @@
 A plugin of pytest. Workers steal from the end of each other's queues.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

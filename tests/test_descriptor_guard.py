@@ -1,7 +1,5 @@
 """Which descriptors a test may leave open: those of a CUDA context, and few others."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

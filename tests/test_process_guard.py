@@ -1,7 +1,5 @@
 """A test that starts a process without the mark `process` fails, whatever becomes of what is raised there."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

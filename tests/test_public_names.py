@@ -1,7 +1,5 @@
 """Public names are promises: a change here is a change that users see."""
 
-from __future__ import annotations
-
 import inspect
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`scripts/run-tests` forgives a test that fails once, and names it; it forgives three tests at most."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

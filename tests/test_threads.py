@@ -1,7 +1,5 @@
 """What a signal ends, and what it leaves."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import Future
 

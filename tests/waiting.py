@@ -3,8 +3,6 @@
 A limit is for what never comes, and long: on a machine that does ten other things, seconds say nothing.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """The benchmark compares what a peer loads with what it saved: a peer that loads something else is told."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

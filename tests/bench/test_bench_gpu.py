@@ -1,7 +1,5 @@
 """`make gpu` itself, on machines that have no GPU: what it says there, and its whole course on a CPU."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

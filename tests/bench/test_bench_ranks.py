@@ -1,7 +1,5 @@
 """The benchmark of several ranks: what stands in its table, and what it counts as CPU."""
 
-from __future__ import annotations
-
 import io
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The simulation of many ranks: its parts are taken by the code that reads real ones."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A peer's session: what it starts is found wherever it went, and ended; nothing else is."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The benchmark still runs: flashckpt and one peer, 64 MiB, in the environment that runs the tests."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

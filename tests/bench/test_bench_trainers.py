@@ -1,7 +1,5 @@
 """The benchmark of trainers still runs, on a model that says nothing of a machine."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

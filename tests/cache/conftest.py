@@ -1,7 +1,5 @@
 """A run on an S3 server behind a proxy."""
 
-from __future__ import annotations
-
 import pytest
 
 from flashckpt.store import give_options

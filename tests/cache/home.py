@@ -1,7 +1,5 @@
 """What tests know of a run's home on a server, and of its snapshots in a cache."""
 
-from __future__ import annotations
-
 from collections import Counter
 from contextlib import closing, suppress
 from dataclasses import dataclass

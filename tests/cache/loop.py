@@ -1,8 +1,6 @@
 """A run that is trained in this process, whose keeper is a process of its own: weights that say their step,
 and a MiB that never changes, which slots share."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

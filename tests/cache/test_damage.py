@@ -1,7 +1,5 @@
 """Cached files that are not what was written: never loaded, never written home, and no error of the run."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -1,8 +1,6 @@
 """The ends of runs with a cache: a signal is content with it, `wait()` and `close()` mean the home, and an
 end in order leaves nothing on the disk."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from pathlib import Path

@@ -1,8 +1,6 @@
 """A cache that cannot be used is no error of the run: one line says why, and snapshots are persisted from
 memory as without one. tests/keeper/test_keeper_cache.py has more reasons."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Callable

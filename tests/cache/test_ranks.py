@@ -1,8 +1,6 @@
 """Two nodes with two ranks each, whose replicas divide a node's memory: killed and rebooted they go on from
 their caches, with the bits of ranks that nobody has killed."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

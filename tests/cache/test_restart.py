@@ -1,8 +1,6 @@
 """Trainer and keeper are killed, and memory is lost with them, as by a reboot: the run goes on from the
 cache, with the bits of a run that nobody stopped, and reaches its home."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What the shell shows of a cache, and brings home from it."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Callable

@@ -2,8 +2,6 @@
 compute stream itself records the reference of each boundary, in its order: a snapshot of that step must equal
 it exactly, or must not exist."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Slots and a small state for the tests of the capture."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Reads slots as the keeper does, and provides a small state for tests of the capture alone."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from typing import Any

@@ -3,8 +3,6 @@ Owns its streams. Adopted tensors count as its memory, wherever they are; the te
 device would run it. A held stream runs nothing until it is stepped or released: tests decide every order, and
 never sleep."""
 
-from __future__ import annotations
-
 import ctypes
 import threading
 import time

@@ -1,7 +1,5 @@
 """A snapshot of several ranks on a device is sealed once the training thread has confirmed it."""
 
-from __future__ import annotations
-
 import pytest
 
 from flashckpt import _native

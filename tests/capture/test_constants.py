@@ -1,7 +1,5 @@
 """Constants: stored once, in a region; digested at every capture; ordinary after one difference."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """The device ways on a real CUDA device. Skipped without one."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

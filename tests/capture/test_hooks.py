@@ -1,7 +1,5 @@
 """Step hooks: qualification of boundaries, used-up gradients, and the order among other hooks."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The host way: the content of a snapshot of CPU tensors, and the decisions of a boundary."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Which gradients the next iteration reads: loops that keep the same tensors, and loops that drop them."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Modes of torch that are active at a boundary: a default device, inference mode."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

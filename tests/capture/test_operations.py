@@ -1,8 +1,6 @@
 """The number of operations at a boundary is the same for a thousand leaves as for ten. A CUDA stream takes
 about a thousand operations; the next call blocks the training thread."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """The capture schedule as a pure function of the times that the test passes."""
 
-from __future__ import annotations
-
 import pytest
 
 from flashckpt.capture.schedule import Budget, Intervals, Pace

@@ -1,7 +1,5 @@
 """A snapshot of a provisional boundary is sealed once a batch follows, and never where none does."""
 
-from __future__ import annotations
-
 import pytest
 
 from flashckpt import _native

@@ -1,8 +1,6 @@
 """Replica assignment: one writer for each leaf, one holder for each leaf and node, balanced, and the same on
 all ranks."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """A capture that follows the announcements of rank 0: the boundaries that it captures."""
 
-from __future__ import annotations
-
 from flashckpt import _native
 from flashckpt.memory.slot import SlotRing
 from flashckpt.ranks.joint_coordination import Followed

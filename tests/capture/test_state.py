@@ -1,7 +1,5 @@
 """The capture of the real state tree: gradients, masks, several optimizers, dynamic leaves, ties."""
 
-from __future__ import annotations
-
 import json
 import tracemalloc
 from collections import deque

@@ -1,8 +1,6 @@
 """State in host memory that a thread of the program writes at any time is detected; an unwritten state never
 is."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from typing import Any

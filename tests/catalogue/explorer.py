@@ -10,8 +10,6 @@ A kill has no effect of its own, so a kill after a read equals one after the wri
 at the start and after each request that can change files. A deletion of several files can be killed halfway.
 """
 
-from __future__ import annotations
-
 import gc
 import inspect
 import sys

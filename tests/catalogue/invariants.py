@@ -16,8 +16,6 @@ I6  An attempt resumes the newest whole checkpoint of the history that leads, or
 I7  Every process ends, in every order.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

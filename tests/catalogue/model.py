@@ -4,8 +4,6 @@ A model is pure: a request and the files give the files after it, and the answer
 an answer that is an exception is raised in the process.
 """
 
-from __future__ import annotations
-
 import errno
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Mutations of the protocol: without each of its rules the search finds an invariant that is violated."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace

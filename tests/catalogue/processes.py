@@ -2,8 +2,6 @@
 uses the functions of flashckpt/catalogue/ and nothing else.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial

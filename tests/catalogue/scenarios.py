@@ -1,7 +1,5 @@
 """Where the processes of the search begin, and which there are."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any

@@ -1,8 +1,6 @@
 """Snapshots of a real store: files of a few bytes, and the parts that name them. And what a run must look
 like."""
 
-from __future__ import annotations
-
 import secrets
 
 from flashckpt.catalogue.changes import Keep, visible

@@ -1,7 +1,5 @@
 """The changes of a catalogue, as pure functions. That they hold together is searched in test_search.py."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from functools import partial
 

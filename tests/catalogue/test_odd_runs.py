@@ -1,7 +1,5 @@
 """Runs as accidents and other programs leave them: what cannot be read refuses itself, and nothing else."""
 
-from __future__ import annotations
-
 import errno
 import shutil
 from collections.abc import Callable

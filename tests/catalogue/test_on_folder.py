@@ -1,7 +1,5 @@
 """A catalogue in a folder: its contract, and a full disk. Power loss: tests/crash/."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """The records of the catalogue: their bytes and names. Records that contradict themselves: tests/hostile/."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -2,8 +2,6 @@
 killed at any request. The invariants: invariants.py. A fault is shown with its shortest schedule.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from tests.catalogue.model import POSIX, S3, Store

@@ -1,7 +1,5 @@
 """A run that is trained once, and given to each test that only asks what becomes of it."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

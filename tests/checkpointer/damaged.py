@@ -1,7 +1,5 @@
 """Runs with committed steps, and the files of a step."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

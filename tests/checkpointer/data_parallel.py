@@ -1,8 +1,6 @@
 """The ranks of one epoch in one process: each has its own Progress and loader, and all take as many batches.
 What they have saved is taken up by the ranks of another world, as it comes back from a snapshot."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence

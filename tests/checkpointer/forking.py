@@ -3,8 +3,6 @@
 `python -m tests.checkpointer.forking RUN WAY`: prints how the child ended, then "after STEP".
 """
 
-from __future__ import annotations
-
 import os
 import sys
 

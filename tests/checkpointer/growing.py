@@ -7,8 +7,6 @@ HOLD_AT steps are completed it prints what `report` says, as JSON, and stands st
 there. With CGROUP, the run's keeper, which takes the memory of the slots, is put into that cgroup.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,8 +1,6 @@
 """A trainer of which one leaf's storage is resized in the third iteration: `resized LEAF HOW RUN`. It prints
 why it was refused, then the newest sealed step before and after, and the boundaries passed."""
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -1,7 +1,5 @@
 """What can be wrong with a run, a disk or a machine: a named error that says what, and nothing changed."""
 
-from __future__ import annotations
-
 import contextlib
 import mmap
 import os

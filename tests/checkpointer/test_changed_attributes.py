@@ -1,7 +1,5 @@
 """Attributes that change while training, and are not saved, are reported once and by name."""
 
-from __future__ import annotations
-
 import gc
 import random
 import weakref

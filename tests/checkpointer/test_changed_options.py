@@ -1,7 +1,5 @@
 """A script that changes an optimizer's options between two starts: one line names the values that count."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """What never changes, as the frozen base of LoRA, stands in memory and on storage once, from the first
 snapshot on; and every snapshot comes back exactly."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence

@@ -1,8 +1,6 @@
 """What the user copies, pickles or sends to another process while a run is attached: as without us, and with
 nothing of ours in it."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import pickle

@@ -1,8 +1,6 @@
 """The data-parallel size changes in the middle of an epoch: no sample is given twice or missed, all ranks
 have as many batches, and what cannot be carried is refused by name."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import logging

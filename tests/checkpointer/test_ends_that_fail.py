@@ -1,7 +1,5 @@
 """Ends of a run that fail: what is sealed and newest comes to storage all the same, and the error is told."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

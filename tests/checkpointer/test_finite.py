@@ -1,7 +1,5 @@
 """Parameters that are no longer finite: one warning names the leaf and the step."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 

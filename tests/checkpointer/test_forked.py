@@ -1,7 +1,5 @@
 """A child that the user's code forks in an iteration: it has no part in the run, however it ends."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

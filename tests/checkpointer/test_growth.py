@@ -6,8 +6,6 @@ are skipped while the newest snapshot is persisted, other slots are released and
 snapshot may still be on its way to its seal.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

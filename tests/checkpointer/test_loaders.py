@@ -1,7 +1,5 @@
 """What a loop hands on of its loader, what it says about it, and what it refuses before it is trained on."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import threading

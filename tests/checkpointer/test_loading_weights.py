@@ -1,7 +1,5 @@
 """`load(path, only=…, strip=True)`: what load_state_dict of a module takes, strictly."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

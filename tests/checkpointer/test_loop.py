@@ -1,7 +1,5 @@
 """The loop as people drive it, well and badly: what is a boundary, what is refused, what is released."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Iterable, Iterator

@@ -1,7 +1,5 @@
 """A resume takes the nearest good one of a step, and says which: memory, the run's folder, its remote."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any

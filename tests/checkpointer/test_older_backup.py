@@ -1,7 +1,5 @@
 """An older copy of the run's folder is put back while this node's memory has snapshots of later attempts."""
 
-from __future__ import annotations
-
 import logging
 import shutil
 from collections.abc import Callable

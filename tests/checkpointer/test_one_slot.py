@@ -1,7 +1,5 @@
 """Options(slots=1): what stands in the one slot is committed before it is overwritten."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

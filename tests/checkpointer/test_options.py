@@ -1,7 +1,5 @@
 """Options as people misspell them: refused with a name, before anything is done."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Plain values by name: what is changed in place comes back in place, and a resume says what it restored."""
 
-from __future__ import annotations
-
 import collections
 import logging
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Progress over epochs: what continues where a run is resumed, and what stays the program's: its seeding and
 its loaders. Each "process" here is a new Progress over new loaders."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What the ledger is told of a rank's own times: medians, now and then, the more seldom the more ranks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from flashckpt.checkpointer.run_log import TimesLog

@@ -1,8 +1,6 @@
 """`attach(remote=…)`: what is written wrongly is refused before anything is done; a server that is away is no
 reason not to train."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """A remote that has lost steps, or loses them while they are read: nothing begins anew, and no older step is
 taken, without a word."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What the ledger says of a resume: one line, with its tier; none of a run that begins."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

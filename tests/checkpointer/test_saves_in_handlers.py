@@ -1,8 +1,6 @@
 """A signal handler that calls `save()`: wherever it interrupts the program, the call returns, and the
 snapshot is that of a boundary of a run without signals. Real signals, in this process."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

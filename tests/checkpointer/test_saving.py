@@ -1,8 +1,6 @@
 """What save() and wait() promise: a snapshot that was lost is ordered again or told, never passed over; a
 stop in an epoch is not overwritten by what comes after it."""
 
-from __future__ import annotations
-
 import errno
 from pathlib import Path
 

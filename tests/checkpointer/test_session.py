@@ -1,7 +1,5 @@
 """Sessions of one attempt in one process: one leads, one joins, and the keeper is a thread of it."""
 
-from __future__ import annotations
-
 import re
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Where no slot can be made, for whatever reason, the run ends in its first steps and says why."""
 
-from __future__ import annotations
-
 import os
 import resource
 import subprocess

@@ -1,7 +1,5 @@
 """Slots that were granted and are not used do not stay in memory, though the keeper lives on."""
 
-from __future__ import annotations
-
 import errno
 import gc
 from collections.abc import Callable

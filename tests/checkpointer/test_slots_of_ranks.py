@@ -1,7 +1,5 @@
 """What stays in a rank's slots while the ranks of a new attempt have nothing yet that all of them hold."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from types import SimpleNamespace

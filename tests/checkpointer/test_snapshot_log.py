@@ -1,7 +1,5 @@
 """The log warns of an old snapshot once, and again when its age has doubled."""
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 from types import SimpleNamespace

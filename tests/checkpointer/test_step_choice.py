@@ -1,7 +1,5 @@
 """Which step a real run goes on from, and what stops it from going on from an older one."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import logging

@@ -1,8 +1,6 @@
 """What a step is: iterations, in every kind of loop; and the end of a loop whose boundaries are marked by
 hand. Real runs in this process; those that are killed stand in tests/resume/test_epochs_stopped.py."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """A loop that is to end at a boundary ahead, as ranks agree on one: it ends there and nowhere else."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,8 +1,6 @@
 """Tensors whose storage is resized under them, as offloaders and FSDP do: refused with their path, at attach
 or at the boundary, and never read."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

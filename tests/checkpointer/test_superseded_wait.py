@@ -1,7 +1,5 @@
 """`wait()` of a job that another one has taken the run from."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

@@ -1,8 +1,6 @@
 """`attach` does not initialise CUDA, which no child that is forked later could use then; snapshots name the
 devices that are in use."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

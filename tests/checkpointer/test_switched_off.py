@@ -1,7 +1,5 @@
 """`enabled=False` and FLASHCKPT=off: the loop as it is without the library, with the same calls."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """TrainerRun: a loop that draws earlier than it trains, and whose boundaries are calls, resumes exactly."""
 
-from __future__ import annotations
-
 import random
 from collections import deque
 from collections.abc import Callable, Iterator

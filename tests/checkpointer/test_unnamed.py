@@ -1,8 +1,6 @@
 """Objects with a state that no name covers: `attach` names them, and the loop refuses a forgotten optimizer.
 What is a part of a named object, and what training does not change, is never reported."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import weakref

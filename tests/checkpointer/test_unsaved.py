@@ -1,8 +1,6 @@
 """What only the memory of dead ranks has, and who waits until it is in storage. The keeper's words are a
 test's; what is made of them is the resume's."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

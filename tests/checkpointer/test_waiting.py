@@ -1,7 +1,5 @@
 """wait(): as long as a failure may pass, and no longer."""
 
-from __future__ import annotations
-
 import errno
 import os
 import signal

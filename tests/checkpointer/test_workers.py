@@ -1,8 +1,6 @@
 """A loader's workers, forked while a run is attached: they hold nothing of ours, neither memory nor a socket
 nor a lock, and what is let go while they live is free."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 from functools import partial

@@ -1,8 +1,6 @@
 """Loaders that a trainer's library has wrapped: a run that is stopped and resumed has the batches of a plain
 loop over the same wrapper."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

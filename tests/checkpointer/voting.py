@@ -1,7 +1,5 @@
 """A rank whose vote on each step is a test's to give."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A run without steps, and the shell as a process."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Runs for the shell to look at, made by the code that makes them; and how a shell command ended."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The shell's exit codes are a promise to scripts: docs/errors.md has the code of each error."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

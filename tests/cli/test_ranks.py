@@ -1,7 +1,5 @@
 """Which rank is far from the others."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Of two boundaries with one step number the shell takes the newest, or that of STEP@ATTEMPT:BOUNDARY."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

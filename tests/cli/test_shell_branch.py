@@ -1,7 +1,5 @@
 """`branch`: what it makes the next start go on from, and when it is refused."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

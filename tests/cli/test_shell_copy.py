@@ -1,7 +1,5 @@
 """`flashckpt copy` in the shell."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Texts of a foreign checkpoint on a terminal: shown as they are, and obeyed by nothing."""
 
-from __future__ import annotations
-
 import os
 import pty
 import re

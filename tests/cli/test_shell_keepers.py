@@ -1,7 +1,5 @@
 """`flashckpt keepers`: what it says of keepers in each state, and how it ends one."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """The shell on runs of several ranks and nodes: what it lists, shows and verifies, and whom it points at."""
 
-from __future__ import annotations
-
 import pytest
 from made_runs import MadeRun, Shell, slices_of
 

@@ -1,7 +1,5 @@
 """`ls`, `show` and `verify`: what they print of a run, and how they end."""
 
-from __future__ import annotations
-
 import io
 import os
 import re

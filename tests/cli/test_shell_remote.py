@@ -1,7 +1,5 @@
 """The shell and a run's remote: it is named and verified, and a start takes its steps."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

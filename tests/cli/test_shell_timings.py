@@ -1,7 +1,5 @@
 """What `show` says of times, from a ledger that is believed in nothing."""
 
-from __future__ import annotations
-
 import pytest
 from made_runs import MadeRun, Shell
 

@@ -1,7 +1,5 @@
 """A run, and an attempt that has begun in it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

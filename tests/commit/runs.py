@@ -1,7 +1,5 @@
 """Small real runs for the tests: shards with leaves in them, attempts, committed steps."""
 
-from __future__ import annotations
-
 import itertools
 import os
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The assets of a run: written once, verified when read, and the same in every copy of the run."""
 
-from __future__ import annotations
-
 import errno
 from pathlib import Path
 

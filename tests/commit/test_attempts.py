@@ -1,7 +1,5 @@
 """How attempts get their names, begin and end."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import re

@@ -1,7 +1,5 @@
 """Which snapshot a start resumes from: each rule, and all of them against a plain model of what they say."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The order of writes: what is named before what, and what commits when."""
 
-from __future__ import annotations
-
 import threading
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Exclusive creation where the system answers strangely, and links where files should be."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path

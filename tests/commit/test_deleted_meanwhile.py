@@ -1,8 +1,6 @@
 """A job deletes steps while another process loads, verifies, exports or lists them: what is told is a whole
 step or, of one that was named, that it is not there. Never a raw error, and never damage."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path

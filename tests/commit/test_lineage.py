@@ -1,7 +1,5 @@
 """What is visible, above all after branches. A step of a branch that was left must never come back."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A rank reads the manifest and its own part alone. Damage of that part is an error."""
 
-from __future__ import annotations
-
 import gc
 from dataclasses import replace
 from functools import partial

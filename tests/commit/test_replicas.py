@@ -1,7 +1,5 @@
 """Replicas are alike, or the step is not committed, and the error says which rank holds another leaf."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """One job at a time, without a clock: who is refused, who is watched, who may go."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

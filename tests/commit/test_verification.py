@@ -1,7 +1,5 @@
 """Every flipped byte of a committed step is in the report, under the file that has it."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The contract of a catalogue on a store that exists. A subclass provides the fixture `opener`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial

@@ -1,8 +1,6 @@
 """A run's whole life on a store that is not a file system. Trainers, keepers and the shell, each in its own
 process, find the run by its URL, and no file of it is anywhere else. A store's tests subclass RunContract."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

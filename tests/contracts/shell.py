@@ -1,7 +1,5 @@
 """The shell as a program: `python -m tests.contracts.shell ARGUMENTS`."""
 
-from __future__ import annotations
-
 from flashckpt.cli.main import main
 
 if __name__ == "__main__":

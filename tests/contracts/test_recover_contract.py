@@ -1,7 +1,5 @@
 """Interfaces for scripts: words and shapes of the JSON of recover, prune and export, and exit codes."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The local store, as it is opened and without hard links, and a store without folders, links and renames."""
 
-from __future__ import annotations
-
 import errno
 from collections.abc import Callable
 from functools import partial

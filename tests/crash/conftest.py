@@ -1,7 +1,5 @@
 """What a training that nobody kills does, computed once."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.crash.job import reference_of

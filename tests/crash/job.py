@@ -4,8 +4,6 @@ Owns the processes of its run: a trainer at a time, forked by the zygote, and th
 runtime folder. A fault is a sentence; none is raised, so that one look finds all of them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

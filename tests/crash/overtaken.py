@@ -8,8 +8,6 @@ boundaries in one snapshot is seen at once. LOG has lines [what, tag, steps comp
 begins, and "safe" once `wait()` has come back after a `save()` outside of an iteration.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import sys

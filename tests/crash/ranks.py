@@ -5,8 +5,6 @@ natively (`tests.keeper.fake`); this process stands for the launcher and for wha
 all can read, which is complete, which is void. Each rank's state at each step is its own, known to the byte.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -4,8 +4,6 @@
 rank fills slots natively (`tests.crash.ranks`), so that a life costs a tenth of a second a rank.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import random

@@ -1,7 +1,5 @@
 """The life of a run that the crash tests stop everywhere, and what must hold wherever it was stopped."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 

@@ -1,8 +1,6 @@
 """Invariant 2: a kill at any call, or a power loss at any moment, leaves every committed step readable
 and no half step visible; and the next attempt goes on from there."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

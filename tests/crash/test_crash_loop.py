@@ -1,7 +1,5 @@
 """A job that dies again and again before it commits anything: what it leaves on disk stays little."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Two jobs that want one run, and a keeper that comes too late to commit."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

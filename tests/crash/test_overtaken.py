@@ -1,8 +1,6 @@
 """Several contents of one step number, killed around each of them: nothing that is found is a mix of two, and
 what `wait()` has called safe is there."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -3,8 +3,6 @@
 Whoever comes to the point stops itself there, so that the other can be killed just as exactly.
 """
 
-from __future__ import annotations
-
 import re
 import signal
 from collections import Counter

@@ -4,8 +4,6 @@ A state machine over the run's folder alone, in one process: a kill is an except
 at a system call of the store. Real processes are killed in the tests beside this one.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile

@@ -1,7 +1,5 @@
 """Kills at random moments: the bounded form of `make torture`, of a model and of ranks on two nodes."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -4,8 +4,6 @@ What it did is written as records of fixed size, one system call each, so that a
 record and a watcher can count boundaries by the file's length.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import random

@@ -4,8 +4,6 @@ A program of its own: `python -m tests.crash.torture --kills 1000 --seed 1 --jso
 are drawn from the seed as a number of events and microseconds: as reproducible as two processes are.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os

@@ -4,8 +4,6 @@
 `python -m tests.crash.trainer reference STEPS` prints the digests of a plain loop as JSON.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -5,8 +5,6 @@ what the folder holds, and prints the phase and which of the two saves that was:
 tests.dcp.mortal functions RUN` saves twice by flashckpt.dcp, and prints "saved N" after each.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -6,8 +6,6 @@ path]; or `dies`, the arguments of `die`, or `fails`, the path of `fail`. Hows: 
 hash of the whole state, which each rank puts together from all parts.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

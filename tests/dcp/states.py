@@ -1,7 +1,5 @@
 """State dicts that tests save, and others of the same form to load into."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`save`, `async_save` and `load` of flashckpt.dcp, in one process."""
 
-from __future__ import annotations
-
 from concurrent.futures import Future
 from copy import deepcopy
 from pathlib import Path

@@ -1,7 +1,5 @@
 """SIGKILL in each phase of a save: the newest complete checkpoint stays loadable, a half one is invisible."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

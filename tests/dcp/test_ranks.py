@@ -1,7 +1,5 @@
 """Sharded state dicts of FSDP2 on several ranks, saved on one number of ranks and loaded on others."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Writer and Reader under torch's own save and load, in one process."""
 
-from __future__ import annotations
-
 import errno
 import json
 import pickle

@@ -5,8 +5,6 @@ kills itself with SIGKILL in forward pass KILL_AT (-1: never), and prints what i
 captured, so that a kill among the first ones has something before it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """What documents promise: their links lead to files, their examples parse, the names in them exist."""
 
-from __future__ import annotations
-
 import ast
 import re
 from importlib.util import find_spec

@@ -1,8 +1,6 @@
 """Every recipe of docs/recipes.md does what it says: killed in its middle and started again, it comes to what
 a run comes to that was never stopped, bit for bit."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A shorter demo than `make demo`. It exits with 0 only if every bit is equal."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

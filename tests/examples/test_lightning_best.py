@@ -1,7 +1,5 @@
 """The example of docs/lightning.md: weights by Lightning, the resume by flashckpt."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """examples/transformers/train.py, killed and resumed, ends like an uninterrupted training."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Standard libraries read exported weights, which equal the captured ones bit for bit."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Exports of several ranks' steps as whole tensors: bit for bit, and with one tensor in memory at a time."""
 
-from __future__ import annotations
-
 import tracemalloc
 from array import array
 from pathlib import Path

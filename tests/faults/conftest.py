@@ -1,7 +1,5 @@
 """Storage that fails on demand: a shim preloaded into keepers, switched by a page that both map."""
 
-from __future__ import annotations
-
 import mmap
 import shutil
 import struct

@@ -1,7 +1,5 @@
 """A file system whose inodes are used up, and temporary folders that are full: each is called what it is."""
 
-from __future__ import annotations
-
 import errno
 import tempfile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A keeper that is stopped, replaced, and goes on afterwards; a keeper that is killed again and again."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

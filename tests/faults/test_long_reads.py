@@ -1,7 +1,5 @@
 """A signal ends a read of storage that never answers, whatever reads."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

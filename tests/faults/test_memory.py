@@ -1,7 +1,5 @@
 """Shared memory that is too small or becomes full, and a cgroup that leaves no room."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

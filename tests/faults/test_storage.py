@@ -1,7 +1,5 @@
 """Storage that fails, stops, or is slow: training continues, wait() says so, and the next save works."""
 
-from __future__ import annotations
-
 import errno
 import subprocess
 from pathlib import Path

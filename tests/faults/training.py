@@ -1,7 +1,5 @@
 """A training in the test's own process, a boundary at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Parts of ranks with replicas, made in memory without files."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The envelope of every small file."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 
 import pytest

@@ -1,7 +1,5 @@
 """Images are standard safetensors files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Records there and back, and parts that are large."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Replicas in parts: sets of ranks, tables that ranks share, and those that contradict a rank's files."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

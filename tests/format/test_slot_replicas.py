@@ -1,7 +1,5 @@
 """Replicas in a slot's metadata: round trip, and refusal of contradictions."""
 
-from __future__ import annotations
-
 import json
 from array import array
 from collections.abc import Callable

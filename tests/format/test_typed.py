@@ -1,7 +1,5 @@
 """Typed JSON keeps types, order and bits, and refuses invalid encodings."""
 
-from __future__ import annotations
-
 import enum
 import math
 import struct

@@ -5,8 +5,6 @@ A program of its own: `python -m tests.hostile.fuzz --minutes 60 --seed 1`. The 
 run with one of everything, and sealed slots.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import random

@@ -1,7 +1,5 @@
 """A run with one of everything that is written."""
 
-from __future__ import annotations
-
 from flashckpt.commit.attempts import beat
 from flashckpt.commit.commit_step import collect
 from flashckpt.commit.lineage import branch

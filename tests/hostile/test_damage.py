@@ -1,7 +1,5 @@
 """Any file of a run flipped, cut, missing or swapped: found before a byte reaches a tensor, and named."""
 
-from __future__ import annotations
-
 import logging
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The fuzzer, bounded: every reader with a thousand inputs of a fixed seed, and that it can fail."""
 
-from __future__ import annotations
-
 import itertools
 import random
 

@@ -1,7 +1,5 @@
 """Records made to harm, with checksums that are right: each is a DamagedError, in bounded time."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any

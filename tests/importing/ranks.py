@@ -3,8 +3,6 @@
 FSDP2 resumes RUN, and DDP a copy of it, RUN-ddp. Each rank prints differences to SOURCE.
 """
 
-from __future__ import annotations
-
 import sys
 import warnings
 from typing import Any

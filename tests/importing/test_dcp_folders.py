@@ -1,7 +1,5 @@
 """A DCP folder becomes a run; a hostile one is refused by name and runs no code."""
 
-from __future__ import annotations
-
 import io
 import os
 import pickle

@@ -1,7 +1,5 @@
 """The run of an import: killed at every point, from the shell, and resumed by several ranks."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Safetensors, in one file and in several: weights become a run, and bad headers and indexes are named."""
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Callable

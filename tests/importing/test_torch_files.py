@@ -1,7 +1,5 @@
 """A file of torch.save becomes a run, whose next steps equal those after torch's own load."""
 
-from __future__ import annotations
-
 import argparse
 import io
 import random

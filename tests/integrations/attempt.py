@@ -1,7 +1,5 @@
 """`python -m tests.integrations.attempt TASK`: one attempt of a case; see job.py."""
 
-from __future__ import annotations
-
 import importlib
 import logging
 import os

@@ -1,7 +1,5 @@
 """Gives a test the cases that its module names in IMPORTED: those of the first of these modules."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

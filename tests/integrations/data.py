@@ -1,7 +1,5 @@
 """Small data with random augmentation from Python, NumPy and torch, and a small model with dropout."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from typing import Any

@@ -12,8 +12,6 @@ from the moments that the unkilled run has reported (`plan`): each name at least
 draw, in the order in which they occur.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

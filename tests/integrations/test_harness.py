@@ -1,7 +1,5 @@
 """The harness finds what a broken resume changes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

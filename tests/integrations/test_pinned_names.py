@@ -1,7 +1,5 @@
 """The names of frameworks that integrations replace are pinned: a changed one is refused by its name."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.metadata
 import sys

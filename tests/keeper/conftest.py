@@ -1,7 +1,5 @@
 """A keeper that can be told to stand still."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Driving fake trainers in processes of their own, and waiting for what keepers do."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -10,8 +10,6 @@ keeper is: a start waits for half a second until the cache is read. `audit.windo
 window, of 64 KiB here.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import subprocess

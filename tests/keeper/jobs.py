@@ -1,7 +1,5 @@
 """The job of one snapshot, as a keeper would make it; pinned in its trainer's name, whom keepers respect."""
 
-from __future__ import annotations
-
 import errno
 from collections.abc import Callable
 

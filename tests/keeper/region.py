@@ -1,7 +1,5 @@
 """A region of constants as a trainer fills it, natively: sealed once, with whatever bytes a test wants."""
 
-from __future__ import annotations
-
 import time
 from array import array
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """How many slots a rank is given, and that a node's ranks are given theirs or none is."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable, Iterator

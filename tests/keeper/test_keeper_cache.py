@@ -1,7 +1,5 @@
 """Snapshots in the cache of a node: on their way home, after deaths, and where it cannot be used."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -1,7 +1,5 @@
 """One keeper a run, nobody's child, small; it leaves when it should and leaves nothing behind."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """Constants on their way to storage: written once a run, never torn, whole wherever a keeper is struck."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Trainers, keepers and both killed or stopped at the worst moments."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

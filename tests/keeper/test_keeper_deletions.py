@@ -1,7 +1,5 @@
 """Deletions of a real keeper: beside persisting, without a trace that grows, and never of another's file."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

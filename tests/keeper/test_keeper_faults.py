@@ -1,7 +1,5 @@
 """What the keeper cannot do, or finds damaged: counted, told, tried again, and harmless to training."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path

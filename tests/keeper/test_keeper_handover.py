@@ -1,7 +1,5 @@
 """What a new keeper is told and handed: nothing is lost on the way, and nothing stays that was let go."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

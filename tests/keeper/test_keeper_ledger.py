@@ -1,7 +1,5 @@
 """The ledger's size: how an attempt began and its newest lines stay, and no run fills a disk with them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

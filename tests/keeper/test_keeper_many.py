@@ -1,7 +1,5 @@
 """More regions than one keeper holds, or than one message carries: no keeper ends of it, and none is lost."""
 
-from __future__ import annotations
-
 import os
 import threading
 from pathlib import Path

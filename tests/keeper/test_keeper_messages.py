@@ -1,7 +1,5 @@
 """Messages longer than a packet: whole, bounded, and harmless where their peer lies about them."""
 
-from __future__ import annotations
-
 import array
 import os
 import socket

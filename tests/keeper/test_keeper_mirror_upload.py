@@ -1,8 +1,6 @@
 """A real keeper and a remote that is slow, dead or full: what is committed here waits for nothing, and what
 arrives there is whole."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import threading

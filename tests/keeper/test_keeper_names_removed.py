@@ -1,7 +1,5 @@
 """Names go from under a run that lives: an operator's `rm`, a cleaner of temporary files, a logout."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

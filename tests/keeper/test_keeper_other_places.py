@@ -1,7 +1,5 @@
 """A keeper whose run is not where it was: moved, or gone with another run in its place."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """Keepers that die over and over, stand still, or cannot be told, and writes that fail: nothing is lost."""
 
-from __future__ import annotations
-
 import os
 import signal
 from dataclasses import replace

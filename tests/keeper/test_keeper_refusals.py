@@ -1,7 +1,5 @@
 """What comes over the socket, or stands where the socket should be, and is not ours."""
 
-from __future__ import annotations
-
 import array
 import json
 import os

@@ -1,7 +1,5 @@
 """The region of constants that slots name: how long it stays, who gets it again, what it gives."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A region of constants that is damaged, gone or another one: nothing wrong is committed, and it is said."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

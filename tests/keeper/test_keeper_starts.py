@@ -1,7 +1,5 @@
 """A keeper that starts beside the reading of a step: nothing waits for it until it is asked something."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

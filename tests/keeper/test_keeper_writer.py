@@ -1,7 +1,5 @@
 """One job at a time, in this process: what happens to a snapshot while its bytes are on their way."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A runtime folder, and files in memory, that go with the test."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Small file systems of a test's own: the real thing instead of a pretended ENOSPC."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import tempfile

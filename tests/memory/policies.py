@@ -1,7 +1,5 @@
 """What the kernel says of the NUMA policy of memory."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import platform

@@ -1,7 +1,5 @@
 """Slots as files of a cache: whole or absent, and never mapped."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

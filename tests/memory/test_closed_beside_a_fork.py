@@ -1,8 +1,6 @@
 """A fork between the closing of a descriptor and what comes after it: the child leaves alone what has the
 number by then."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 

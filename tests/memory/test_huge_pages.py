@@ -1,7 +1,5 @@
 """Regions in huge pages: had where the kernel gives them, never at the cost of a byte, a SIGBUS or room."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import errno

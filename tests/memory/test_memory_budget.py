@@ -1,7 +1,5 @@
 """How much memory may be taken: sums over cgroups of both versions, and taking in steps."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

@@ -1,7 +1,5 @@
 """Slots come from the NUMA node of their rank's device."""
 
-from __future__ import annotations
-
 import logging
 import os
 from pathlib import Path

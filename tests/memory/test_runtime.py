@@ -1,7 +1,5 @@
 """The runtime folder and life locks, attacked by other processes, forks and planted files."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import signal

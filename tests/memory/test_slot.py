@@ -1,7 +1,5 @@
 """A slot's page, word and record: what is written comes back, what is damaged is refused."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import re

@@ -1,7 +1,5 @@
 """The digest kernel and the stand-in for the CUDA driver, compiled once for all tests of a process."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

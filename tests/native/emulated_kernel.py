@@ -1,7 +1,5 @@
 """The digest kernel, compiled for the host from the same source as for a device."""
 
-from __future__ import annotations
-
 import ctypes
 import subprocess
 from array import array

@@ -1,7 +1,5 @@
 """A stand-in for the CUDA driver, built where a test runs, and programs that are run with it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The digest as docs/format.md ("Digest") defines it, in NumPy over many blocks at a time."""
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

@@ -1,7 +1,5 @@
 """What the digest must see: the page's numbers, structured changes, single bits."""
 
-from __future__ import annotations
-
 import ctypes
 import re
 import shutil

@@ -1,7 +1,5 @@
 """CUDA without a GPU: a stand-in for the driver, built here, tells what the engine asked of it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`CudaDevice` without a GPU: the driver is the one built here."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The interpreter ends while daemon threads are in native code: the process ends as it meant to."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

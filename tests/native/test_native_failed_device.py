@@ -4,8 +4,6 @@ A whole run on the simulated device, with CUDA's copies and the stand-in for the
 of torch must be what raises, and nothing of the state after the failure may be saved.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,8 +1,6 @@
 """The CUDA kernel of digests without a GPU: its source compiled for the host against the definition and the
 native digest, and the PTX that ships against its source. The driver's part is in test_native_cuda.py."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

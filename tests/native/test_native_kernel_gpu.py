@@ -1,7 +1,5 @@
 """The digest kernel on a real device: the same numbers and bytes as on the processor."""
 
-from __future__ import annotations
-
 from array import array
 
 import numpy as np

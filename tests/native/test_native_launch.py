@@ -1,7 +1,5 @@
 """The launch of the digest kernel without a GPU: what a driver is asked, and what follows if it refuses."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

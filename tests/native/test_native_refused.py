@@ -1,7 +1,5 @@
 """Direct requests that are refused where O_DIRECT was taken: files are written and read all the same."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """A copy to the host that the driver refuses, in a whole capture: the simulated device with CUDA's copies."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Standing says what `container[key] is value` says, and leaves no trace of having asked."""
 
-from __future__ import annotations
-
 import gc
 import random
 import sys

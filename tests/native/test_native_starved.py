@@ -1,8 +1,6 @@
 """Native threads without memory, and work that throws on them: an uncaught exception would end the
 trainer."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from pathlib import Path

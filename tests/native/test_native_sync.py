@@ -1,7 +1,5 @@
 """Atomics between processes, events, seals, and what a fork leaves of them."""
 
-from __future__ import annotations
-
 import errno
 import mmap
 import os

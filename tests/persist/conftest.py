@@ -1,7 +1,5 @@
 """A run, and nodes of a job on it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A node of a job in this process: slots of some ranks, filled natively, and the queue that persists them."""
 
-from __future__ import annotations
-
 import os
 import re
 import secrets

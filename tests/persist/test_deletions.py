@@ -1,7 +1,5 @@
 """What a keeper's deletions remove, and when they look for more than the commits name."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

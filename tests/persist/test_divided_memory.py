@@ -1,8 +1,6 @@
 """A node's memory has what its ranks hold alike once: each rank gets its bits back out of all their slots, or
 is told that it cannot."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """The slots of a node's ranks through one job to one part and, with those of other nodes, to a checkpoint."""
 
-from __future__ import annotations
-
 import errno
 from pathlib import Path
 from re import Pattern

@@ -1,7 +1,5 @@
 """What several ranks of a dead job left in their nodes' memory: recovered node by node, one part each."""
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What ranks hold alike is written once, and each rank gets all of its state back, from memory and disk."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from functools import partial

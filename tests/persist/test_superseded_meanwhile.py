@@ -1,8 +1,6 @@
 """A newer attempt begins while a keeper commits a step. The keeper reports the step as committed only if the
 newer attempt sees it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

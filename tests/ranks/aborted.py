@@ -9,8 +9,6 @@ or by an "exception"; `wait_at`: the iteration after that step begins with wait(
 printed; `failed_at`: from that iteration on a process group reports an error.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -11,8 +11,6 @@ stand still; and `deaths`: of each incarnation of the group the rank that dies i
 package's crash points.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -3,8 +3,6 @@
 python -m tests.ranks.rank tests.ranks.held SCRIPT STEP ARGUMENT...    (STEP 0: nowhere)
 """
 
-from __future__ import annotations
-
 import os
 import runpy
 import signal

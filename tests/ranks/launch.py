@@ -5,8 +5,6 @@ a node's memory does. Everything that a launcher has started is found by a word 
 it outlives `close`, keepers included, however a test ends.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import secrets

@@ -1,7 +1,5 @@
 """`python -m tests.ranks.launcher ARGUMENT...` is torchrun, to be forked where torch is imported already."""
 
-from __future__ import annotations
-
 import os
 
 from torch.distributed.run import main

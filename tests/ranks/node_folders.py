@@ -4,8 +4,6 @@
 `python -m tests.ranks.rank tests.ranks.node_folders URL` attaches to it once.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -9,8 +9,6 @@ loop; `call_timeout_s`: of that call; `misses_last`: a rank that finds no slot a
 after which the loop ends; `misses_stop`: a rank that fails at the boundary at which all ranks stop.
 """
 
-from __future__ import annotations
-
 import json
 import signal
 import sys

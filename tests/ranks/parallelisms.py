@@ -5,8 +5,6 @@ bytes and trained on; another is built from another seed, restored from these by
 equal to the bit. Prints "leaves CASE JSON", what the leaves say of themselves, and "same CASE".
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import warnings

@@ -1,8 +1,6 @@
 """One rank of a test: `python -m tests.ranks.rank PROGRAM ARGUMENT...` runs that module, with a file of its
 own for what it prints, for its log, and for how it ended. To be started by `launch` alone."""
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import os

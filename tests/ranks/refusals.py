@@ -3,8 +3,6 @@
 All in one job: a refusal leaves nothing behind that the next attach would meet.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -4,8 +4,6 @@
 first batch and "ends HASH" after the last, over all that the state holds, whole; and "samples N-N-…".
 """
 
-from __future__ import annotations
-
 import hashlib
 import sys
 from typing import Any

@@ -4,8 +4,6 @@
 `case`; optional are `options` of the loop, `hold_at`, `save_at` and `seed`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import signal

@@ -3,8 +3,6 @@
 Real ranks and a real keeper; the device and the abort are emulated (`aborted.py`).
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Which steps are tried by all ranks, in which order: what each can read, from wherever it has it."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Ranks that do not come to attach are named to those that have, before any collective."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

@@ -1,7 +1,5 @@
 """The state of a communication hook of DDP: exact where it is named, and warned of where it is not."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Several processes with the library's own threads: what they capture, where they end, what becomes of it."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

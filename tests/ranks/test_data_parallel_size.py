@@ -1,7 +1,5 @@
 """A job of DDP goes on, in the middle of an epoch, on another number of ranks: each sample of it once."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

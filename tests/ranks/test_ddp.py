@@ -1,7 +1,5 @@
 """Several ranks are killed in a step and started again: each goes on with its own bits, all from one step."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

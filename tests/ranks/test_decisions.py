@@ -1,8 +1,6 @@
 """What rank 0 decides, played through for many ranks: snapshots that all have, never overwritten, without
 end; and one boundary at which all end, whatever is late, lost or missed."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

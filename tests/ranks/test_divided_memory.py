@@ -1,8 +1,6 @@
 """Ranks of a node that divide its memory: killed at any point they go on with their own bits, out of each
 other's slots."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

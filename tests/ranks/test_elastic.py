@@ -1,8 +1,6 @@
 """A node is lost for good in the middle of a run, and comes again: torchrun goes on with the ranks that there
 are, each time from the newest step that is left of all ranks."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,8 +1,6 @@
 """The examples of several ranks: killed in the middle and started again, they end with the bits of a run that
 nobody disturbed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

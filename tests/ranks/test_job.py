@@ -1,8 +1,6 @@
 """Ranks agree while they attach: all hear one decision, or all raise one error that names who failed and
 why."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

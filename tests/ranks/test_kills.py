@@ -4,8 +4,6 @@ from the newest step that all ranks have, and ends with the bits of one that nob
 `make rank-kills KILLS=50` says how often under torchrun.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

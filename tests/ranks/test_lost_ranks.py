@@ -1,7 +1,5 @@
 """Ranks that wait in their program wait for those that live, and not for those that are gone."""
 
-from __future__ import annotations
-
 import math
 import os
 import subprocess

@@ -1,8 +1,6 @@
 """What ranks tell one another: comes back as it was said, and anything else is refused and changes
 nothing."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

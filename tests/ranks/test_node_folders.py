@@ -1,7 +1,5 @@
 """Ranks whose path is not one folder on all nodes are refused by name, and a later start is not blocked."""
 
-from __future__ import annotations
-
 import socket
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The words that the ranks of a node share: nobody passes what was promised for him, nothing is half read."""
 
-from __future__ import annotations
-
 import random
 import sys
 import threading

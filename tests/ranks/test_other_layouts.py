@@ -1,7 +1,5 @@
 """A run goes on with more ranks or fewer, on another mesh, in one process, with the same state to the bit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

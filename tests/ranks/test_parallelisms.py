@@ -1,7 +1,5 @@
 """Under each parallelism a rank's snapshot holds its own part, says which it is, and goes back to the bit."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

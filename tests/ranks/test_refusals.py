@@ -1,7 +1,5 @@
 """What one rank cannot do ends all of them alike, with its number and its reason, and nobody hangs."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Ranks and their run's remote: each reads from there what it has not here, however many made the step."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Ranks that are declared to hold the same leaves and do not are found before anything is begun."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

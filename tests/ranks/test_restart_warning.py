@@ -1,7 +1,5 @@
 """`attach` warns on rank 0 while torchrun has restarts left that can hang before flashckpt is called."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """save() on several ranks: in an iteration one call is for all ranks; outside of one all ranks must call."""
 
-from __future__ import annotations
-
 import pytest
 
 from flashckpt.ranks.decisions import Decider

@@ -1,7 +1,5 @@
 """Ranks that each train a part of a model are killed, and go on with their own parts, bit for bit."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What a rank's slots are told of what rank 0 has decided."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

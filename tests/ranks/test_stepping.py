@@ -1,8 +1,6 @@
 """Two ranks in a loop of `step()`: the call is the boundary. What is counted and what is committed is exact,
 where the loop ends and where a signal ends it."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

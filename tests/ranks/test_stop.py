@@ -1,8 +1,6 @@
 """A rank at the boundary that was promised for it: it ends with all, goes on with all, or ends by itself when
 nobody answers; it never goes on alone."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

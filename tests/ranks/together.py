@@ -1,7 +1,5 @@
 """Several ranks in this process, a thread each, that meet over a real store."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any

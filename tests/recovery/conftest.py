@@ -1,7 +1,5 @@
 """The place of a run, and a run there without an attempt."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -5,8 +5,6 @@ A program of its own: `python -m tests.recovery.kill_driver FOLDER RUNTIME MESS`
 as JSON.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

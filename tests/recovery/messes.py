@@ -1,7 +1,5 @@
 """Runs that were left in every kind of mess at once: functions of a run's folder and a runtime folder."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable

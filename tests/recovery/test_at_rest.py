@@ -1,7 +1,5 @@
 """Steps at rest: commits that were not finished, damage, orphans. Nothing that could still be good goes."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A recovery beside a job, beside another recovery, and beside a keeper that outlived its trainer."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """A dry run sees what the real one does, and touches nothing at all. It predicts no writes."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

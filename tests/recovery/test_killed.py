@@ -1,7 +1,5 @@
 """A recovery that is killed anywhere, and run again, ends where one that was never killed does."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

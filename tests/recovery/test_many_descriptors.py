@@ -1,7 +1,5 @@
 """A process with more descriptors than `select` can take, as a training with many files open is."""
 
-from __future__ import annotations
-
 import os
 import resource
 from collections.abc import Iterator

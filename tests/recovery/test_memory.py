@@ -1,7 +1,5 @@
 """What both processes left in memory when they were killed: saved, or kept, and never made into a lie."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

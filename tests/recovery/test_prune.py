@@ -1,7 +1,5 @@
 """Retention by hand: the rules of the run's own, and nothing while somebody trains."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

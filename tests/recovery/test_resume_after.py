@@ -1,7 +1,5 @@
 """The whole morning: a real training run and its keeper killed, recovered by the shell, trained on."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

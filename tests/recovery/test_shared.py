@@ -1,7 +1,5 @@
 """Constants in a region, after trainer and keeper were killed: saved whole, or said, and let go."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

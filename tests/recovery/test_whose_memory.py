@@ -1,7 +1,5 @@
 """Memory belongs to one run: a recovery of a copy takes nothing that is another's."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

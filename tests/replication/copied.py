@@ -1,7 +1,5 @@
 """Runs of two ranks with constants, the stores between which they are copied, and bytes that are harmed."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable, Iterable

@@ -1,8 +1,6 @@
 """A step whose files are stored compressed is a step like any other: read, verified, kept, deleted and copied
 by code that knows nothing of it."""
 
-from __future__ import annotations
-
 import errno
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The remote of a run gets whole steps of this run alone, and keeps those that it is to keep."""
 
-from __future__ import annotations
-
 import shutil
 import threading
 from pathlib import Path

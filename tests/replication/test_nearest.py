@@ -1,7 +1,5 @@
 """What a start asks a mirror before it begins. Which of the two stores leads: tests/commit/test_choice.py."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

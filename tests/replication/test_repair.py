@@ -1,7 +1,5 @@
 """A copy that repairs: what is damaged in the target is sent again, and nothing else is touched."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path

@@ -1,8 +1,6 @@
 """A step that was copied is the very step, or it is not there: after a kill anywhere, on damaged bytes, with
 two copiers at once, and where a target fills up."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

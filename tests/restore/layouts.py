@@ -3,8 +3,6 @@ real modules, real DTensors. Every tensor is filled from one truth by its name a
 any layout knows what it must hold.
 """
 
-from __future__ import annotations
-
 import json
 import zlib
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """Committed steps of several ranks, made here: tensors cut into boxes, in files with small chunks."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any

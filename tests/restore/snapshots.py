@@ -1,7 +1,5 @@
 """Snapshots of a live state, without a run, and the bytes of a rank in a step of a run."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from torch import Tensor

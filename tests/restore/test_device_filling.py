@@ -1,7 +1,5 @@
 """How a resume fills leaves on a device, counted on a simulated one, whose streams the tests hold."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any

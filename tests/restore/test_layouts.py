@@ -1,7 +1,5 @@
 """A step of one layout, taken up on another: every rank holds what it must, bit for bit."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """How many names a start lists on an object store: beyond one folder on rank 0, no more for more ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Files that several ranks of a node need are fetched once, and every rank verifies what it uses."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections import Counter

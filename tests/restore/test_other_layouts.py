@@ -1,7 +1,5 @@
 """Boxes of tensors, put together from the pieces that another set of ranks has written."""
 
-from __future__ import annotations
-
 import tempfile
 from dataclasses import replace
 

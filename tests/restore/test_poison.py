@@ -1,7 +1,5 @@
 """A live state that several steps were read into is trained only if the last one fills all of it."""
 
-from __future__ import annotations
-
 import pytest
 from torch import nn
 

@@ -1,7 +1,5 @@
 """A plan over several files, on each kind of store: what is wrong is found before what was read counts."""
 
-from __future__ import annotations
-
 import errno
 import os
 import signal

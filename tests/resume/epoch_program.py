@@ -6,8 +6,6 @@ Each line of LOG is [what, step, value], written before the next instruction; lo
 The operation is done once: a start after it, which finds LOG + ".done", goes through.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

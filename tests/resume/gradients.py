@@ -2,8 +2,6 @@
 and one that drops them.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Loaders of the kinds that people write, each as a training recipe that records every batch to the bit."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

@@ -1,7 +1,5 @@
 """Modules that wrap, tie or compute what they hold, each a recipe that records every tensor to the bit."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Callable

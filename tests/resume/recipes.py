@@ -5,8 +5,6 @@ writes one line under the run's step; `hold(step)` may be called anywhere inside
 still in the one where the kill is to come.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any

@@ -6,8 +6,6 @@ Real processes and signals. A process is stopped (SIGSTOP) before another is kil
 they would do must be certain.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Going back to an older step, and being killed before and after: no step of what was left is seen again."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import flashckpt

@@ -13,8 +13,6 @@ too: what comes after equals, bit for bit, a run that was never stopped, and ste
 | save(), then wait() | in the code after the batches | that very place, and the epoch's end is a step of its own |
 """  # noqa: E501
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json

@@ -2,8 +2,6 @@
 step's. A start that fails once it has begun to write poisons the state. New memory is released however
 `attach` ends."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import os

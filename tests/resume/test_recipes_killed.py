@@ -1,8 +1,6 @@
 """Trainers with loaders, modules and loops of many kinds, killed with SIGKILL in a step: what comes after is,
 to the bit, a run that was never stopped."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,8 +1,6 @@
 """Trainers are killed with SIGKILL in the middle of a step; what comes after must equal, bit for bit, a
 run that was never stopped. Real processes, real signals, real files."""
 
-from __future__ import annotations
-
 import functools
 import tempfile
 from collections.abc import Callable, Iterator

@@ -9,8 +9,6 @@ and `options` those of `flashckpt.Options`. Further ones: `release`, a file that
 `raises`, for an error in that iteration; `copies`: a step is read into new tensors, and copied from them.
 """
 
-from __future__ import annotations
-
 import json
 import signal
 import sys

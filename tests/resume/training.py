@@ -1,7 +1,5 @@
 """A training process of these tests: started, killed in a step, started again, read out."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """What these programs do about signals themselves, and how they stand still for one."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Training processes of these tests, in a process group of their own: held, signalled, let go, read out."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

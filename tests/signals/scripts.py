@@ -1,7 +1,5 @@
 """Small scripts for what recipes do not do. `python -m tests.signals.scripts NAME RUN GO`."""
 
-from __future__ import annotations
-
 import functools
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Whose handler stands where, and that none of ours is left behind. In this process, with real signals."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,8 +1,6 @@
 """A signal in an iteration: it is finished, persisted, the run closed; then the process ends as it would
 have, and the next attempt goes on from that very boundary. Real processes, real signals."""
 
-from __future__ import annotations
-
 import functools
 import signal
 import tempfile

@@ -1,7 +1,5 @@
 """Further signals at every line of our own code that handles one. In forked processes, with real signals."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,8 +1,6 @@
 """Where no boundary is to come, comes too late, or is not waited for: the signal acts at once, as without
 the library, and what is sealed is saved by the keeper. Real processes, real signals."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Warnings: a signal of the scheduler's, a file that appears. The loop ends in order, the process goes on."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

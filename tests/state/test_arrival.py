@@ -1,7 +1,5 @@
 """The contents of objects after their restore, and objects that are restored in place."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 from collections import Counter

@@ -1,8 +1,6 @@
 """State that changes its form during training: a buffer is restored as it was saved; parameters and groups
 that the same script would not build are logged."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

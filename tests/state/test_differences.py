@@ -1,7 +1,5 @@
 """A checkpoint of another state gives a table of differences and changes nothing."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

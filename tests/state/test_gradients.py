@@ -1,7 +1,5 @@
 """Gradients between two iterations: leaves while they are needed, later a mask of their kinds."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

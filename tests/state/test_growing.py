@@ -1,7 +1,5 @@
 """A growing list is encoded once for each entry, and restored exactly."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

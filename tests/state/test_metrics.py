@@ -1,7 +1,5 @@
 """Metrics of torchmetrics keep their states, anywhere in the state."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Objects that are neither modules nor plain optimizers: scalers, objects, dicts, generators, values."""
 
-from __future__ import annotations
-
 import random
 from collections import deque
 from typing import Any

@@ -1,7 +1,5 @@
 """Each optimizer of torch continues from bytes alone like an uninterrupted one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Modules with their own saving: data that would be lost is refused, renamed data is accepted."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from typing import Any

@@ -1,8 +1,6 @@
 """A DTensor's box and replicas follow from its placements: compared with torch's own cut, on each rank of a
 mesh."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

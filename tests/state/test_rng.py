@@ -1,7 +1,5 @@
 """Random number generators are restored exactly, from compact plain values."""
 
-from __future__ import annotations
-
 import copy
 import random
 from functools import partial

@@ -1,7 +1,5 @@
 """Each scheduler of torch continues like an uninterrupted one, and an unnamed one is refused."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 from typing import Any

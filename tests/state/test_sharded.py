@@ -1,7 +1,5 @@
 """FSDP2's parameters: the local tensor is the leaf, and the optimizer's state is restored as DTensors."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from typing import Any

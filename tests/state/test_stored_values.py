@@ -1,7 +1,5 @@
 """Large arrays and bytes among plain values are stored as leaves and restored as the same types."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The conditions of a plan: leaves, guards and anchors detect each change of structure."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

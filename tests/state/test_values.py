@@ -1,7 +1,5 @@
 """Values that torch and NumPy add to typed JSON: exact or refused; malformed ones are damaged."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter, OrderedDict
 from typing import Any

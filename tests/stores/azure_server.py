@@ -3,8 +3,6 @@
 npm install --global azurite
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import hmac

@@ -5,8 +5,6 @@ takes moto's in any case. `ceph_server` is for tests of what moto lacks: access 
 of uploads.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import secrets

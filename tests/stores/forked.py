@@ -2,8 +2,6 @@
 first request, or after it. Prints what each of the two says of a creation, and then what is there.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -7,8 +7,6 @@ the backend, and can be killed and started again like a real one.
     python -m tests.stores.moto_server gateway PORT BACKEND_PORT
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import sys

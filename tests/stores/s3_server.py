@@ -3,8 +3,6 @@
 Debian, Ubuntu: apt-get install --no-install-recommends ceph-mon ceph-osd ceph-common radosgw
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -3,8 +3,6 @@
 Debian, Ubuntu: apt-get install --no-install-recommends openssh-server
 """
 
-from __future__ import annotations
-
 import getpass
 import importlib.util
 import os

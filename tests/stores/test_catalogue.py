@@ -1,7 +1,5 @@
 """The contract of a catalogue on S3 and Azure."""
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Callable, Iterator
 from functools import partial

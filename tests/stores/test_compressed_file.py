@@ -1,7 +1,5 @@
 """Compressed shards: right bytes of every range, none of a damaged file, and the memory of a few frames."""
 
-from __future__ import annotations
-
 import os
 import tracemalloc
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Faulty or silent object storage: no file is lost, incomplete, or confused with another client's file."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """A store in a child that its user's process forks, as a loader's worker: it is used, or refused."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

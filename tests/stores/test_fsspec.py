@@ -1,7 +1,5 @@
 """Runs behind a URL of fsspec: every reading command works, every writing one is refused by name."""
 
-from __future__ import annotations
-
 import re
 import sys
 import warnings

@@ -1,7 +1,5 @@
 """An object store fails when the run ends: the keeper keeps only what is not committed, for the grace."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,8 +1,6 @@
 """Object storage against the contract, on a real server; for Azure on Microsoft's emulator. GCS is not
 tested: no emulator honours its conditions."""
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Paths that no shell has expanded: a quoted argument, a configuration, a default in a program."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

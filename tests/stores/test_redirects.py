@@ -1,7 +1,5 @@
 """A server that redirects: no request reaches another host, and no redirected request counts as done."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

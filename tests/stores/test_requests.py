@@ -1,7 +1,5 @@
 """Number of requests of a run on an object store, counted before a real server."""
 
-from __future__ import annotations
-
 import os
 import re
 import threading

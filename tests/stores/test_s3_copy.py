@@ -1,7 +1,5 @@
 """A run is copied to a real S3 server, resumed there, and copied back."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

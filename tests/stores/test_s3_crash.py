@@ -1,7 +1,5 @@
 """The core tests of crashes and exact resume, with the run on a real S3 server: `make test-s3`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A run in a folder with a remote on a real S3 server that is absent for a while; refusals of remotes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

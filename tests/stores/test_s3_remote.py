@@ -1,7 +1,5 @@
 """A node is lost with its disk and memory: the run resumes exactly from its remote on a real S3 server."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A run's whole life on a real S3 server."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """No password, key or token appears in errors, tracebacks, logs, or a keeper's command line."""
 
-from __future__ import annotations
-
 import logging
 import os
 import traceback

@@ -1,7 +1,5 @@
 """The limit of the rate at which a node sends to a store."""
 
-from __future__ import annotations
-
 import pytest
 
 from flashckpt.errors import OptionError

@@ -1,7 +1,5 @@
 """The canonical URL of a run, without secrets. No request is made."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Real trainers that hang: what the keeper tells of them, saves of them, and does not do to them."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 

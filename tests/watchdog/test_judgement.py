@@ -1,8 +1,6 @@
 """When a trainer counts as stuck: the watchdog itself, on real slots and a real process, with a clock that
 the test moves."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

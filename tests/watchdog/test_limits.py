@@ -1,7 +1,5 @@
 """How long a step may take, by the steps before it, and which of them was too slow."""
 
-from __future__ import annotations
-
 import pytest
 
 from flashckpt import OptionError, Options

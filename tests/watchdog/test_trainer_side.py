@@ -1,7 +1,5 @@
 """The trainer's part: when a boundary is awaited, and a signal that disturbs nobody."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

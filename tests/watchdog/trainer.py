@@ -4,8 +4,6 @@
 "finished" at its end.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

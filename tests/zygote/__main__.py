@@ -5,8 +5,6 @@ Starts no thread and touches no signal: what it forks would have it too. When no
 has forked and not reaped is killed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """What a process does before its first fork, and a forked one before it becomes a program."""
 
-from __future__ import annotations
-
 import gc
 import importlib
 import os

@@ -10,8 +10,6 @@ keeper as users do.
 of the process that started it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import importlib

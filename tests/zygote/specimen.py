@@ -3,8 +3,6 @@
 `python -m tests.zygote.specimen END`: one JSON object, then its end.
 """
 
-from __future__ import annotations
-
 import atexit
 import json
 import os

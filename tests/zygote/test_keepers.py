@@ -1,7 +1,5 @@
 """A keeper that is forked is what a start would have made of it; where it would not be, it is started."""
 
-from __future__ import annotations
-
 import os
 import resource
 from pathlib import Path

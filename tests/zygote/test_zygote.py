@@ -1,7 +1,5 @@
 """What is forked is as if it had been started: in what it has, in how it ends, and in what is left of it."""
 
-from __future__ import annotations
-
 import json
 import os
 import tempfile

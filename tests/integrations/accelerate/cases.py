@@ -1,7 +1,5 @@
 """Cases of Accelerate's loop: what users write, with and without flashckpt."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.metadata
 import json

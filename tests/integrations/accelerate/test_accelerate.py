@@ -1,7 +1,5 @@
 """`flashckpt.accelerate.attach`, and prepared loaders in a plain loop: killed and resumed bit for bit."""
 
-from __future__ import annotations
-
 import json
 import signal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What `flashckpt.accelerate` refuses, by name, before anything starts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,8 +1,6 @@
 """FSDP2 inside HF Trainer and Lightning, on one GPU over NCCL and on CPUs over gloo. Options of a job:
 `device`, "cuda" or "cpu"."""
 
-from __future__ import annotations
-
 import os
 import socket
 from typing import Any

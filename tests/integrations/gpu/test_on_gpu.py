@@ -1,8 +1,6 @@
 """FSDP2 inside trainers, a GradScaler, and torchtitan's trainer: a run ends with the same bits plain,
 unkilled and killed."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path

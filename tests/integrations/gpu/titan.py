@@ -1,7 +1,5 @@
 """torchtitan's own Trainer with its debug model, which asks for a GPU and Triton; no network."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Trainers of transformers and trl that train in about a second, and what of them has to be equal."""
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Callable, Iterator

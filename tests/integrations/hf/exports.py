@@ -1,8 +1,6 @@
 """Cases of exports: a model is trained for a step in a run, exported, and loaded again by `from_pretrained`.
 Each asserts what has to hold, and returns an empty record."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os

@@ -1,7 +1,5 @@
 """What train() refuses before anything starts, and the names that it replaces. Run in a forked process."""
 
-from __future__ import annotations
-
 import inspect
 import types
 from typing import Any

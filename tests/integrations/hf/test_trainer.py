@@ -1,7 +1,5 @@
 """flashckpt.transformers.train: killed anywhere, a run ends as one that was never stopped, bit for bit."""
 
-from __future__ import annotations
-
 import json
 import signal
 from pathlib import Path

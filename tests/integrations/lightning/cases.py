@@ -1,7 +1,5 @@
 """Cases of Lightning's Trainer. Each is a function of its job; see harness.py."""
 
-from __future__ import annotations
-
 import inspect
 import os
 from collections.abc import Callable

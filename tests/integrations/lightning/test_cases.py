@@ -1,7 +1,5 @@
 """Lightning's Trainer ends with the same bits plain, with flashckpt, and with flashckpt killed."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The case of the harness's own test: a loop with `flashckpt.attach`, whose resume is broken."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The example of Ray Train: a worker that fails is restarted, and ends with the weights of a plain run."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

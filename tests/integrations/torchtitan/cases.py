@@ -1,8 +1,6 @@
 """torchtitan's own optimizers, schedules, loader and base class of managers, in a copy of its
 `Trainer.train`, call for call: its trainer asks for an accelerator."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

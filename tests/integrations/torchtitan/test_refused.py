@@ -1,7 +1,5 @@
 """What `FlashCheckpointManager` refuses, by name, before anything starts."""
 
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
 from types import SimpleNamespace

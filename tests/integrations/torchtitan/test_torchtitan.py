@@ -1,7 +1,5 @@
 """`FlashCheckpointManager` with torchtitan's own parts: killed and resumed bit for bit."""
 
-from __future__ import annotations
-
 import signal
 from typing import Any
 

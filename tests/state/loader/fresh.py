@@ -1,7 +1,5 @@
 """Runs a function in a new process that shares only the code with the test's process."""
 
-from __future__ import annotations
-
 import multiprocessing
 import traceback
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 """Loaders of each kind, by name, and runs over them that record each batch, random number and loaded item.
 Imported by the tests and by the new processes that resume."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import random

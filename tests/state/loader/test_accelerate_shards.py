@@ -1,8 +1,6 @@
 """An epoch that Accelerate divides by batches continues on another number of ranks. The oracle is the
 sampler of Accelerate."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from types import SimpleNamespace

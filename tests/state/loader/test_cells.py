@@ -1,8 +1,6 @@
 """Three epochs of a DataLoader in up to three lives: each begins where the one before was cut. Combines
 samplers, workers and cuts, also with an epoch that is left by `break`. The oracle is the run in one life."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A loader that has changed since the checkpoint was taken is logged or refused, never accepted silently."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from typing import Any

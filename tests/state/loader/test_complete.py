@@ -1,7 +1,5 @@
 """Which states of streams say all, and which leave items out."""
 
-from __future__ import annotations
-
 import random
 import threading
 from collections.abc import Iterator

@@ -1,8 +1,6 @@
 """A loader that resumes in another process returns the same batches and random numbers as an uninterrupted
 run, bit for bit, and loads again only the items of the open round."""
 
-from __future__ import annotations
-
 import functools
 import tempfile
 from functools import partial

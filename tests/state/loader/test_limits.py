@@ -1,7 +1,5 @@
 """The behaviour of a source where exactness ends, and its respect for the user's loader."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import logging

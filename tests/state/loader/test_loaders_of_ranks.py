@@ -1,8 +1,6 @@
 """Loaders that ranks divide among themselves: on the same ranks each resumes exactly, also within an epoch
 that was divided again. Each rank is a loader with its own number here; no process group is needed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path

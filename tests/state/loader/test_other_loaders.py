@@ -1,8 +1,6 @@
 """Loaders with their own state are saved by it, others are replayed; loaders that cannot be resumed are
 refused."""
 
-from __future__ import annotations
-
 import functools
 import logging
 import random
