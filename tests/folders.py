@@ -1,7 +1,5 @@
 """The folders of a run on disk, also while another process removes files and folders."""
 
-from __future__ import annotations
-
 import os
 import pathlib
 import sys
@@ -48,7 +46,7 @@ def contents(*folders: Path) -> list[bytes]:
 class _Nothing(tuple[()]):
     """As `os.scandir` gives of an empty folder."""
 
-    def __enter__(self) -> _Nothing:
+    def __enter__(self) -> "_Nothing":
         return self
 
     def __exit__(self, *_: object) -> None: ...

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from benchmarks import load, measure
-from benchmarks.settings import MIB, Job, Settings, for_machine, quick
-from benchmarks.workload import Workload, checksum, shape_of
+from benchmarks.settings import MIB, Job, for_machine, quick
+from benchmarks.workload import checksum, shape_of
 
 
 def test_one_flipped_bit_is_told(tmp_path: Path) -> None:
@@ -35,16 +35,6 @@ def test_the_state_is_as_large_as_asked_and_hardly_larger(state_bytes: int) -> N
     width, vocabulary = shape_of(state_bytes, layers)
     made = 12 * (layers * (12 * width**2 + 13 * width) + 2 * vocabulary * width)
     assert state_bytes <= made < 1.02 * state_bytes
-
-
-def test_the_number_of_tensors_does_not_depend_on_the_size(tmp_path: Path) -> None:
-    def leaves(state_bytes: int) -> int:
-        settings = Settings(folder=str(tmp_path), state_bytes=state_bytes, layers=2, length=8, threads=1)
-        workload = Workload(settings)
-        workload.step()
-        return len(workload.leaves())
-
-    assert leaves(2 * MIB) == leaves(16 * MIB)
 
 
 def test_a_checksum_sees_bits_and_places_and_adds_up_over_parts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu.__main__ import parse
 from benchmarks.gpu.course import PARTS
 from benchmarks.gpu.machine import settings_for
-from benchmarks.gpu.stages import Budget, OutOfTime, measure
+from benchmarks.gpu.stages import measure
 from benchmarks.session import Session
 from benchmarks.settings import GIB, MIB, Settings
 from tests.waiting import until
@@ -183,40 +182,6 @@ def test_what_there_is_no_time_for_is_no_failure(tmp_path: Path) -> None:
     own = found_in(out, "bench")["own"]
     assert own.keys() == {"rates", "flashckpt_memory", "flashckpt", "small"}
     assert all(each["no_time"].startswith("not run: no time left") for each in own.values())
-
-
-def test_stages_that_are_not_known_or_of_another_part_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments, why in (
-        (["--stages", "own,nonsense"], "nonsense: unknown"),
-        (["--part", "tests", "--stages", "build,own"], "nothing to run"),
-    ):
-        with pytest.raises(SystemExit) as ended:
-            parse(arguments)
-        assert ended.value.code == 2
-        assert why in capsys.readouterr().err
-
-
-def test_a_stage_takes_nothing_of_the_shares_after_it_and_no_limit_is_nothing() -> None:
-    now_s = 1000.0
-    budget = Budget(112.0, lambda: now_s)  # 12 of them are for the summary
-    assert budget.limit(60.0) == 60.0
-    first = budget.share(1.0, 3.0)
-    assert first.limit(60.0) == 25.0
-    now_s += 25.0
-    with pytest.raises(OutOfTime):
-        first.limit(60.0)
-    second = budget.share(1.0, 2.0)
-    assert second.limit(60.0) == 25.0
-    now_s += 5.0
-    assert budget.share(1.0, 1.0).limit(60.0) == 35.0, "what the second did not use"
-    assert budget.share(1.0, 0.0).limit(100.0) == 70.0, "all is left to the last one"
-    now_s += 65.0
-    assert budget.limit(60.0) == 5.0
-    with pytest.raises(OutOfTime, match=r"no time left \(5 s of 112 s\)"):
-        budget.limit(60.0, least_s=15.0)
-    now_s += 500.0
-    with pytest.raises(OutOfTime, match="no time left"):
-        budget.limit(60.0)
 
 
 @pytest.mark.parametrize(("most_s", "key"), [(40.0, "no_time"), (0.1, "failed")])

@@ -82,11 +82,6 @@ def test_a_process_that_hides_its_tag_is_ended_too(session: Session, module: Cal
     assert (session.folder / "hidden").exists()
 
 
-def test_the_reason_is_the_line_that_names_the_error(session: Session, module: Callable[[str], str]) -> None:
-    with pytest.raises(ProcessFailed, match="RuntimeError: no such device"):
-        session.run([module("raise RuntimeError('no such device')")], timeout_s=60)
-
-
 def test_shared_memory_is_counted_once(session: Session, module: Callable[[str], str]) -> None:
     """Two processes that map the same 64 MiB have 64 MiB of it together. Both wait until that was seen."""
     seen = session.folder / "seen"
@@ -128,11 +123,3 @@ os.waitpid(child, 0)
 
 def _is_dead(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-
-
-def test_what_is_measured_has_its_modules_compiled_once(
-    session: Session, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
-    assert "PYTHONDONTWRITEBYTECODE" not in session.environment()
-    assert session.environment()["PATH"] == os.environ["PATH"]

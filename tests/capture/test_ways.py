@@ -1,7 +1,5 @@
 """Each way, on the simulated accelerator: the exact state of the boundary, or no snapshot."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -516,7 +514,7 @@ class Scaled(torch.Tensor):
     scale: torch.Tensor
 
     @staticmethod
-    def __new__(cls, inner: torch.Tensor, scale: torch.Tensor) -> Scaled:
+    def __new__(cls, inner: torch.Tensor, scale: torch.Tensor) -> "Scaled":
         made: Scaled = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]
         made.inner, made.scale = inner, scale
         return made
@@ -525,12 +523,12 @@ class Scaled(torch.Tensor):
         return ["inner", "scale"], None
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, torch.Tensor], *_: object) -> Scaled:
+    def __tensor_unflatten__(inner: dict[str, torch.Tensor], *_: object) -> "Scaled":
         return Scaled(inner["inner"], inner["scale"])
 
     @classmethod
     def __torch_dispatch__(
-        cls, func: Callable[..., object], types: object, args: tuple[Scaled, ...] = (), kwargs: object = None
+        cls, func: Callable[..., object], types: object, args: tuple[object, ...] = (), kwargs: object = None
     ) -> object:
         return args[0] if func is torch.ops.aten.detach.default else NotImplemented
 

@@ -1,7 +1,5 @@
 """An object store whose objects are files beside each other: no folders, links, renames or appending."""
 
-from __future__ import annotations
-
 import builtins
 import os
 import secrets
@@ -23,7 +21,7 @@ class FlatClient:
     def __init__(self, url: str) -> None:
         self.url, self._folder = url, unquote(url.partition("://")[2])
 
-    def brief(self) -> FlatClient:
+    def brief(self) -> "FlatClient":
         return self
 
     def renew(self, options: Mapping[str, Any]) -> None:

@@ -4,8 +4,6 @@ Owns a strict model: a file's bytes last once it was synced, a name once its fol
 syncs each changed name and each unsynced file may last or not, independently of the others.
 """
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Callable
@@ -24,8 +22,8 @@ class File:
 
 @dataclass(eq=False)
 class Folder:
-    now: dict[str, File | Folder] = field(default_factory=dict)
-    lasting: dict[str, File | Folder] = field(default_factory=dict)
+    now: "dict[str, File | Folder]" = field(default_factory=dict)
+    lasting: "dict[str, File | Folder]" = field(default_factory=dict)
 
 
 class Recorder(System):

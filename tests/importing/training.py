@@ -1,7 +1,5 @@
 """A small training whose next step depends on all of its state, and what it has after some steps."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +37,7 @@ class Training:
     scheduler: torch.optim.lr_scheduler.LRScheduler
 
     @classmethod
-    def made(cls, seed: int = 0, kind: str = "adamw") -> Training:
+    def made(cls, seed: int = 0, kind: str = "adamw") -> "Training":
         """With two groups, whose parameters alternate in the module."""
         torch.manual_seed(seed)
         model = Net()

@@ -6,8 +6,6 @@ attempts), each named moment (`moment(DRAW)`) and each value that it logs. The p
 moment, at which the process kills itself: where a kill hits does not depend on the load of the machine.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json
@@ -76,7 +74,7 @@ class Task:
         return json.dumps(asdict(self))
 
     @classmethod
-    def decode(cls, text: str) -> Task:
+    def decode(cls, text: str) -> "Task":
         found = json.loads(text)
         kill = found.pop("kill")
         return cls(**found, kill=None if kill is None else Kill(**kill))

@@ -1,7 +1,5 @@
 """Several ranks of one node, each a process, with the one keeper that serves them all."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -50,7 +48,7 @@ class Ranks:
         self.do("snapshot", step, True)
         self.do("committed", step)
 
-    def begin(self, parent: AttemptName | None = None, step: int = 0) -> Ranks:
+    def begin(self, parent: AttemptName | None = None, step: int = 0) -> "Ranks":
         """With slots, and where the attempt goes on from written down."""
         before = (None, step, None) if parent is None else (str(parent), step, "slot")
         for rank in self.ranks:

@@ -1,7 +1,5 @@
 """Plans of one file: what is needed is read, compared with its checksum, digested and copied. No more."""
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,7 +27,7 @@ class File:
         self.checksums = b"".join(map(_native.xxh3_128, chunks))
 
     @classmethod
-    def of(cls, num_bytes: int) -> File:
+    def of(cls, num_bytes: int) -> "File":
         return cls(np.random.default_rng(num_bytes).integers(0, 256, num_bytes, np.uint8).tobytes())
 
     def plan(

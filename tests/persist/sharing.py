@@ -1,7 +1,5 @@
 """Ranks of one job in this process that capture live states which they hold alike, but for a few leaves."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -80,7 +78,7 @@ class SharingRank(Rank):
         for slot in before:
             slot.close()
 
-    def held(self, others: Iterable[SharingRank] = ()) -> Held:
+    def held(self, others: "Iterable[SharingRank]" = ()) -> Held:
         """What is newest in its slots, and that of other ranks, as a resume has them."""
         slot, sealed = self.newest()
         slots = {each.rank: [each.newest()[0]] for each in others}

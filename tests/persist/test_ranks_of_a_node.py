@@ -1,7 +1,5 @@
 """Which ranks of a node a step waits for, and what becomes of it where one of them never comes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -324,7 +322,7 @@ class Stopped(LocalStore):
     reads, now_s = 0, 0.0
     attempt: AttemptName
 
-    def brief(self) -> Stopped:
+    def brief(self) -> "Stopped":
         return self
 
     def read(self, path: str, max_bytes: int) -> bytes:

@@ -2,8 +2,6 @@
 training, the copies and the network are played. Ranks train in step: none ends an iteration that another
 has not begun."""
 
-from __future__ import annotations
-
 import heapq
 import itertools
 import random
@@ -108,7 +106,7 @@ class Conditions:
 
 @dataclass(eq=False)
 class PlayedRank:
-    job: SimulatedJob
+    job: "SimulatedJob"
     rank: int
     node_state: NodeState
     slow: float = 1.0

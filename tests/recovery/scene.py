@@ -1,7 +1,5 @@
 """Runs as a crash leaves them: real trainers and keepers, killed; and looking at all of it at once."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path
@@ -50,13 +48,13 @@ class Crash:
         self.folder = runtime_of(run, runtime)
         self._stopped = 0
 
-    def commit(self, *steps: int) -> Crash:
+    def commit(self, *steps: int) -> "Crash":
         for step in steps:
             self.trainer.do("snapshot", step, True)
             self.trainer.do("committed", step)
         return self
 
-    def slots(self, count: int = 3) -> Crash:
+    def slots(self, count: int = 3) -> "Crash":
         self.trainer.do("slots", count)
         return self
 
@@ -71,7 +69,7 @@ class Crash:
         os.kill(self._stopped, signal.SIGCONT)
         self._stopped = 0
 
-    def both_killed(self) -> Crash:
+    def both_killed(self) -> "Crash":
         pid = self._stopped or stop_keeper(self.folder)
         self.trainer.kill()
         end([pid])

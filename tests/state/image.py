@@ -1,7 +1,5 @@
 """A snapshot as bytes alone: the content of a slot, without any other part of the library."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -38,7 +36,7 @@ class Image:
     values: bytes
 
     @classmethod
-    def of(cls, walk: Walk, values: dict[str, Any] | None = None) -> Image:
+    def of(cls, walk: Walk, values: dict[str, Any] | None = None) -> "Image":
         layout = Layout.of(leaf_of(leaf.name, leaf.tensor, leaf.aliases, leaf.box) for leaf in walk.leaves)
         tensors = {leaf.name: leaf.tensor for leaf in walk.leaves}
         data = b"".join(raw_bytes(tensors[leaf.name]) for leaf in layout.leaves)

@@ -1,7 +1,5 @@
 """State on an unsupported device is refused at attach, with the name of its leaf."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ class Elsewhere(Tensor):
     """A tensor that reports a device that this machine need not have."""
 
     @staticmethod
-    def __new__(cls, device: str, *_: object) -> Elsewhere:
+    def __new__(cls, device: str, *_: object) -> "Elsewhere":
         return torch.Tensor._make_wrapper_subclass(cls, (3,), dtype=torch.float32, device=device)  # type: ignore[no-any-return,attr-defined]
 
     @classmethod

@@ -1,7 +1,5 @@
 """Modules: names without wrappers, ties, buffers of all kinds, layouts, dtypes, extra state, subclasses."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -245,7 +243,7 @@ class Pair(torch.Tensor):
     """Wraps two tensors and represents their sum."""
 
     @staticmethod
-    def __new__(cls, a: Tensor, b: Tensor, scale: float) -> Pair:
+    def __new__(cls, a: Tensor, b: Tensor, scale: float) -> "Pair":
         return torch.Tensor._make_wrapper_subclass(cls, a.shape, dtype=a.dtype, requires_grad=False)
 
     def __init__(self, a: Tensor, b: Tensor, scale: float) -> None:
@@ -255,7 +253,7 @@ class Pair(torch.Tensor):
         return ["a", "b"], {"scale": self.scale}
 
     @classmethod
-    def __tensor_unflatten__(cls, inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> Pair:
+    def __tensor_unflatten__(cls, inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> "Pair":
         return cls(inner["a"], inner["b"], context["scale"])
 
     @classmethod

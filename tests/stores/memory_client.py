@@ -1,7 +1,5 @@
 """A bucket in the memory of one process, for tests that need no server."""
 
-from __future__ import annotations
-
 import builtins
 import errno
 import os
@@ -20,7 +18,7 @@ class MemoryClient:
         self.objects: dict[str, bytes] = {}
         self.listed: list[str] = []
 
-    def brief(self) -> MemoryClient:
+    def brief(self) -> "MemoryClient":
         return self
 
     def renew(self, options: Mapping[str, Any]) -> None:

@@ -1,7 +1,5 @@
 """A proxy before a server, which injects faults of a test on real sockets."""
 
-from __future__ import annotations
-
 import http.client
 import re
 import threading
@@ -39,7 +37,7 @@ class Proxy:
     fault: Callable[[Request], Fault] = lambda request: ""
     requests: list[Request] = field(default_factory=list)
 
-    def __enter__(self) -> Proxy:
+    def __enter__(self) -> "Proxy":
         proxy = self
 
         class Handler(_Handler):

@@ -337,14 +337,18 @@ def test_permanent_errors_are_raised_at_once(ceph_server: CephServer, bucket: st
         assert caught.value.errno == errno.ENODEV
 
 
+def deny(boto: Any, bucket: str, action: str) -> None:
+    resource = f"arn:aws:s3:::{bucket}/*"
+    statement = {"Effect": "Deny", "Principal": "*", "Action": [action], "Resource": [resource]}
+    policy = json.dumps({"Version": "2012-10-17", "Statement": [statement]})
+    boto.put_bucket_policy(Bucket=bucket, Policy=policy)
+
+
 def test_a_missing_right_to_delete_is_reported_before_a_run_begins(
     s3_server: S3Server, boto: Any, bucket: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Not for full storage: a permanent copy may be the only reason for it."""
-    denied = {"Effect": "Deny", "Principal": "*", "Action": ["s3:DeleteObject"]}
-    statement = {**denied, "Resource": [f"arn:aws:s3:::{bucket}/*"]}
-    policy = json.dumps({"Version": "2012-10-17", "Statement": [statement]})
-    boto.put_bucket_policy(Bucket=bucket, Policy=policy)
+    deny(boto, bucket, "s3:DeleteObject")
     store = opened(f"s3://{bucket}/run", s3_server)
     run_view.make(store)
     why = "these credentials may not delete there (these credentials may not do that (AccessDenied))"
@@ -358,10 +362,7 @@ def test_a_missing_right_to_read_is_reported_before_a_run_begins(
     ceph_server: CephServer, boto: Any, bucket: str
 ) -> None:
     """A start of a fresh run reads no other file."""
-    denied = {"Effect": "Deny", "Principal": "*", "Action": ["s3:GetObject"]}
-    statement = {**denied, "Resource": [f"arn:aws:s3:::{bucket}/*"]}
-    policy = json.dumps({"Version": "2012-10-17", "Statement": [statement]})
-    boto.put_bucket_policy(Bucket=bucket, Policy=policy)
+    deny(boto, bucket, "s3:GetObject")
     store = opened(f"s3://{bucket}/run", ceph_server)
     with pytest.raises(PermissionError, match="these credentials may not do that"):
         run_view.make(store)

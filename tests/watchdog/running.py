@@ -1,7 +1,5 @@
 """Starting a run that hangs, and waiting for what the ledger says of it."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -36,7 +34,7 @@ class Run:
     def pid(self) -> int:
         return self.process.pid
 
-    def hangs(self) -> Run:
+    def hangs(self) -> "Run":
         assert self.line() == f"hangs {self.hang_at}\n"
         return self
 
