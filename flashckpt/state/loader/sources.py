@@ -30,7 +30,7 @@ class Entry(NamedTuple):
     """What is saved of a loader.
 
     is_open: an epoch of it has begun and has not ended.
-    first: the digests of its own generators when the run first used it, or took it in another's place.
+    first: the digests of its own generators when the run first used it.
     renewed: the epoch before had another loader of this name, so workers do not persist.
     """
 
@@ -42,7 +42,7 @@ class Entry(NamedTuple):
 
     def seeded_by_program(self, now: dict[str, str]) -> frozenset[str]:
         """Return the paths of generators that a resume between two epochs leaves alone: those that are not as
-        the run's first use of the loader, so that the program has seeded them for this epoch."""
+        at the run's first start, so that the program has seeded them for this epoch."""
         seeded = frozenset(path for path, digest in now.items() if self.first.get(path, digest) != digest)
         if seeded:
             log.info(
@@ -131,8 +131,7 @@ class Sources:
             raise
         if source is not None and is_renewed:
             source.close()
-        if entry is None or is_renewed:
-            entry = Entry(name, True, {}, now, is_renewed)
+        entry = entry or Entry(name, True, {}, now, False)
         renewed = entry.renewed if source is None else is_renewed
         self._entries[name] = Entry(name, True, {}, entry.first or now, renewed)
         self._used[name] = loader, new

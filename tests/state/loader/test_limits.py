@@ -13,7 +13,7 @@ import torch
 
 from flashckpt.errors import BoundaryError, DamagedError, MismatchError
 from flashckpt.state.loader.dataloader import Reported
-from flashckpt.state.loader.sources import Sources, source_of
+from flashckpt.state.loader.sources import source_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -116,26 +116,6 @@ def test_a_position_carried_over_keeps_the_global_generators(name: str) -> None:
     source.begin(1, position)
     assert runs.numbers_now() == expected
     source.close()
-
-
-@pytest.mark.parametrize("ended", [1, 2])
-def test_a_loader_that_took_the_place_of_another_keeps_its_generator(ended: int) -> None:
-    """The program has one loader in epoch 0, and another in all later ones."""
-
-    def orders(sources: Sources, epochs: range) -> list[Any]:
-        one, other = (runs.loader(list(range(9)), 0, shuffle=True, generator=runs.owned(n)) for n in (3, 4))
-        found = []
-        for epoch in epochs:
-            source = sources.open(other if epoch else one, epoch, "")
-            found.append([source.next().tolist(), source.next().tolist()])
-            sources.end_epoch()
-        return found
-
-    whole = orders(Sources(), range(5))
-    first, second = Sources(), Sources()
-    begun = orders(first, range(ended + 1))
-    second.restore(runs.from_wire(runs.to_wire(first.value())))
-    assert begun + orders(second, range(ended + 1, 5)) == whole
 
 
 @pytest.mark.process
