@@ -154,7 +154,7 @@ class Life(RuleBasedStateMachine):
         """One file of a committed step: its manifest, its part or its shard."""
         each = pick.choice(sorted(self.committed - self.damaged))
         root = Path(self.path)
-        path = pick.choice(sorted((root / folder_of(self.store, each.id).path).iterdir()))
+        path = pick.choice(sorted((root / folder_of(self.store, each.id).path).glob("[!.]*")))
         data = bytearray(path.read_bytes())
         if how == "flip":
             data[pick.randrange(len(data))] ^= 1 << pick.randrange(8)
