@@ -235,6 +235,6 @@ def test_a_checkpoint_of_another_run_is_not_taken(store: LocalStore, tmp_path: P
 
 def test_an_empty_folder_is_collected(store: LocalStore, tmp_path: Path) -> None:
     job = saved(store, 1)
-    (tmp_path / "run/data/000001-0badcafe").mkdir()
+    (tmp_path / "run/data/000001-00000001").mkdir()
     job.run(HOME.collect(job.catalogue))
-    assert not (tmp_path / "run/data/000001-0badcafe").exists()
+    assert not (tmp_path / "run/data/000001-00000001").exists()
