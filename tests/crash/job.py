@@ -56,7 +56,7 @@ class Job:
         self.run, self._folder, self._cache = folder / "run", folder, cache
         self.url = url or str(self.run)
         self.lives = 0
-        # `trainer`: the pid of the living trainer, -1 where there is none.
+        # The process id of the trainer; -1 if no trainer lives.
         self.trainer = self._pidfd = -1
         # What the next life must go on from at least, and at most.
         self._floor = self._ceiling = 0

@@ -18,7 +18,7 @@ from tests.commit.runs import attempt_at, folder_of, half_steps, is_whole, name_
 
 KEEP = Keep(last=2)
 
-# What the run says of itself as it goes on: ("begun" | "committed" | "may go" | "gone", step).
+# Takes each change of a step: "begun", "committed", "may go" or "gone", and the step.
 Say = Callable[[str, int], None]
 
 

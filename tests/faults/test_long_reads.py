@@ -70,7 +70,9 @@ def test_a_signal_ends_a_read_that_hangs(
     [shard] = run.glob("data/*/*/rank-*")
     monkeypatch.setenv("FAULT_FOLDER", str(shard))
     faults.become("hang", READ)
-    ends_by_a_signal(what, run, number, tmp_path, lambda: faults.hits > 0)
+    said, status = ended_by(number, what, run, tmp_path, lambda: faults.hits > 0)
+    assert (said, status != 0) == (b"signal\n", True)
+    assert not (tmp_path / "out.safetensors").exists()
 
 
 @pytest.mark.every_set
@@ -106,9 +108,11 @@ def test_a_signal_ends_a_request_that_is_not_answered(
     proxy.fault = fault
     monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
     try:
-        ends_by_a_signal(what, run, signal.SIGINT, tmp_path, is_asked.is_set)
+        said, status = ended_by(signal.SIGINT, what, run, tmp_path, is_asked.is_set)
     finally:
         is_over.set()
+    assert (said, status != 0) == (b"signal\n", True)
+    assert not (tmp_path / "out.safetensors").exists()
 
 
 def save(run: str | Path) -> None:
@@ -117,19 +121,17 @@ def save(run: str | Path) -> None:
         made.save()
 
 
-def ends_by_a_signal(
-    what: str, run: str | Path, number: signal.Signals, folder: Path, is_reading: Callable[[], bool]
-) -> None:
-    """Run the program, in which something hangs until it has ended."""
-    out = folder / "out.safetensors"
-    command = [sys.executable, "-c", _PROGRAM, what, os.fspath(run), str(int(number)), out]
+def ended_by(
+    number: signal.Signals, what: str, run: str | Path, folder: Path, is_reading: Callable[[], bool]
+) -> tuple[bytes, int]:
+    """Send a signal to the program once it reads what hangs; return its output and its exit status."""
+    command = [sys.executable, "-c", _PROGRAM, what, os.fspath(run), str(int(number))]
+    command.append(str(folder / "out.safetensors"))
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         try:
             until(is_reading, "a read")
             process.send_signal(number)
             said, _ = process.communicate(timeout=240)
-            assert said == b"signal\n"
-            assert process.returncode != 0
+            return said, process.returncode
         finally:
             process.kill()
-    assert not out.exists()
