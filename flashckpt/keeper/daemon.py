@@ -27,6 +27,7 @@ from flashckpt.keeper.watchdog import Watchdog
 from flashckpt.memory.held_regions import Regions
 from flashckpt.memory.runtime import LifeLock, RuntimeFolder, TrainerLocks
 from flashckpt.memory.slot import SlotState
+from flashckpt.persist.committer import Committer, KnownRun
 from flashckpt.persist.deletions import Deletions
 from flashckpt.persist.job import JobState, StepJob, StepOutcome, Trainer
 from flashckpt.persist.ledger import Event, Ledger
@@ -70,10 +71,17 @@ class Keeper:
             store, os.path.basename(folder.path), self.regions, self.ledger, self._wake, self.outcomes.count
         )
         self.mirroring = mirroring = MirrorUpload(store, self._wake, self.ledger, self.outcomes.count)
-        writer = Writer(store, self.nonce, stands=run_folder.stands, pinned=lambda: mirroring.copying)
-        worker, deleter = Worker("writer", self._wake), Worker("deletions", self._wake)
+        run, deleter = KnownRun(store), Worker("deletions", self._wake)
+        writer = Writer(run, self.nonce, stands=run_folder.stands)
+        committer = Committer(run, pinned=lambda: mirroring.copying)
         self.queue = Queue(
-            self.regions, writer, worker, self.ledger, notify=self._step_ended, cache=self.cache
+            self.regions,
+            writer,
+            committer,
+            self._wake,
+            self.ledger,
+            notify=self._step_ended,
+            cache=self.cache,
         )
         self.deletions = Deletions(
             store, self.ledger, deleter, self.outcomes.count, lambda: mirroring.copying
@@ -101,9 +109,8 @@ class Keeper:
         self._adopt()
         while True:
             self._server.serve(self._ready())
-            workers = self._round_worker, self._watch_worker
-            for worker in (*workers, self.queue.worker, self.deletions.worker):
-                worker.collect()
+            for each in (self._round_worker, self._watch_worker, self.queue, self.deletions.worker):
+                each.collect()
             self._allocation.next()
             now = time.monotonic()
             if now - self._swept_at >= _SWEEP_S:
@@ -138,7 +145,7 @@ class Keeper:
             return False
         if in_vain:
             return True
-        if self.queue.worker.busy or self.deletions.is_pending:
+        if self.queue.is_busy or self.deletions.is_pending:
             return False
         return not self._ended or self.exit.run_is_gone or self.exit.discards
 
@@ -156,7 +163,7 @@ class Keeper:
         """Whether the runtime folder was removed, no trainer lives, and a snapshot is still to be persisted:
         a keeper elected in a new folder would not find it. (A living trainer would hand its slots over.)"""
         is_swept = not self.folder.exists() and not len(self.registry)
-        return is_swept and (self.queue.worker.busy or self.queue.is_pending())
+        return is_swept and (self.queue.is_busy or self.queue.is_pending())
 
     def _ready(self) -> list[int]:
         poll = select.poll()

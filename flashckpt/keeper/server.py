@@ -556,7 +556,7 @@ class Outcomes:
             keeper=self._keeper,
             committed=tuple(sorted(steps)[-_MOST_COMMITTED:]),
             newest_committed=max(steps, default=None),
-            persisting=queue.writing.step if queue.writing is not None else None,
+            persisting=None if (job := queue.persisting) is None else job.step,
             waiting=tuple(waiting),
             for_others=tuple(sorted(queue.waiting(for_others=True))[:_MOST_COMMITTED]),
             failing=tuple(step for step in waiting if step in failed),

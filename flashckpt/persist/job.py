@@ -1,8 +1,9 @@
 """A step on its way to storage: the snapshots of this node's ranks.
 
-    gathering → writing → part written → committed
-                                       | void: it is never persisted
-                                       | failed: it is retried, unless it was given up
+    gathering → writing → committing → committed
+                        |     ↓ ↑    | void: it is never persisted
+                        | part written
+                        | failed: it is retried, unless it was given up
 
 Owns the states of a job and its retries. Waiting for the parts of other nodes (part written) is a state, and
 no failure. Changes nothing in storage.
@@ -17,7 +18,7 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from flashckpt.commit.view import View
-from flashckpt.errors import DamagedError
+from flashckpt.errors import DamagedError, KeeperError
 from flashckpt.format.catalogue import Folder
 from flashckpt.format.manifest import PartHead
 from flashckpt.format.metadata import Metadata
@@ -94,10 +95,16 @@ class Retry:
 # ---- jobs
 
 
+class RegionGone(KeeperError):
+    """The region that a snapshot names is missing: only a trainer that has it could hand it over."""
+
+
 class JobState(Enum):
     GATHERING = "gathering"
     """Not all ranks of this node have sealed it, or other jobs come first."""
     WRITING = "writing"
+    COMMITTING = "committing"
+    """Nothing of it is to be written here: it is committed, or found to be, now or next."""
     PART_WRITTEN = "part written"
     """The part of this node is stored; the parts of other nodes are not."""
     COMMITTED = "committed"
@@ -252,8 +259,9 @@ class StepOutcome:
 class StepJob:
     """`given_up`: it is not retried. `is_noted`: the ledger has its write. `polls`: tries that did not find
     the parts of other nodes, since `rests_since`. `has_part`: the part of this node is stored, as `part` in
-    `folder`. `known`: heads of parts that were read. `hastened_for`: the newer snapshot before which it was
-    tried again. `lacks`: why not all ranks of this node will have it; only an earlier commit counts then."""
+    `folder`. `written`: the outcome of that write. `known`: heads of parts that were read. `hastened_for`:
+    the newer snapshot before which it was tried again. `lacks`: why not all ranks of this node will have it;
+    only an earlier commit counts then."""
 
     id: SnapshotId
     step: int
@@ -270,6 +278,7 @@ class StepJob:
     has_part: bool = False
     folder: Folder | None = None
     part: str = ""
+    written: StepOutcome | None = None
     hastened_for: SnapshotId | None = None
     known: dict[str, PartHead] = field(default_factory=dict)
     lacks: str = ""
@@ -301,6 +310,16 @@ class StepJob:
     def is_gathered(self) -> bool:
         """Whether all ranks of this node have sealed it that ever will, or its part is stored."""
         return self.has_part or not self.missing or bool(self.lacks)
+
+    @property
+    def is_to_commit(self) -> bool:
+        """Whether nothing of it is to be written here."""
+        return self.has_part or bool(self.lacks) or self.state is JobState.COMMITTING
+
+    def world(self, view: View) -> int:
+        """The number of ranks of the attempt that captured it; from the catalogue if its trainers are
+        dead."""
+        return self.node.world if self.node.world is not None else view.catalogue.world
 
     @property
     def is_over(self) -> bool:

@@ -1,7 +1,8 @@
 """The queue of the keeper: which snapshot is persisted or audited next, and what follows from the outcome.
 
 Owns the jobs: which snapshots make one, their order, their retries, and the rescue of snapshots of dead
-trainers. Bytes are the writer's. For one thread, but for the operations of its worker.
+trainers. Bytes are the writer's, versions the committer's. For one thread, but for the operations of its two
+workers.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from flashckpt import crashpoints
 from flashckpt.errors import DamagedError
@@ -19,6 +22,7 @@ from flashckpt.memory.held_regions import HeldRegion, Regions
 from flashckpt.memory.region import rank_of
 from flashckpt.memory.slot import Sealed, Slot, SlotState, must_stay, newest_complete
 from flashckpt.persist.audit import Torn, audit, discard
+from flashckpt.persist.committer import Committer
 from flashckpt.persist.job import (
     MOST_NAMED,
     JobState,
@@ -54,16 +58,18 @@ UNKNOWN = SnapshotId(AttemptName(0, "0" * 8), 0)
 
 
 class Queue:
-    """notify: called with each job and the outcome of its try, after the queue has acted on it. pauses:
-    between failed tries. world_of: the number of ranks of an attempt without a known trainer. by: noted in
-    the ledger. With a cache, snapshots are copied there first, and persisted from there. `sound`: the number
-    of snapshots that audits found undamaged."""
+    """wake: an eventfd that becomes readable when an operation has ended. notify: called with each job and
+    the outcome of its try, after the queue has acted on it. pauses: between failed tries. world_of: the
+    number of ranks of an attempt without a known trainer. by: noted in the ledger. With a cache, snapshots
+    are copied there first, and persisted from there. `sound`: the number of snapshots that audits found
+    undamaged."""
 
     def __init__(
         self,
         regions: Regions,
         writer: Writer,
-        worker: Worker,
+        committer: Committer,
+        wake: int,
         ledger: Ledger,
         *,
         notify: Callable[[StepJob, StepOutcome], None] = lambda job, outcome: None,
@@ -72,7 +78,8 @@ class Queue:
         by: str = "",
         cache: SlotCache | None = None,
     ) -> None:
-        self._regions, self._writer, self.worker, self._ledger = regions, writer, worker, ledger
+        self._regions, self._writer, self._committer, self._ledger = regions, writer, committer, ledger
+        self._writes, self._commits = Worker("writer", wake), Worker("commits", wake)
         self._notify, self._pauses, self._world_of = notify, pauses, world_of
         self._by = {"by": by} if by else {}
         self._cache = cache
@@ -91,7 +98,8 @@ class Queue:
         self.sound = 0
         self._stops_audit = threading.Event()
         self.writing: StepJob | None = None
-        self._ignores_failure = False  # of the try in progress, which began before a repair
+        self._committing: StepJob | None = None
+        self._ignored: set[StepJob] = set()  # their tries in progress began before a repair
 
     # ---- orders
 
@@ -162,7 +170,7 @@ class Queue:
             if each.id != snapshot:
                 continue
             job = self._job(each.key)
-            if job is not None and job.state is not JobState.WRITING:
+            if job is not None and not self._is_running(job):
                 self._drop(job)
             each.slot.request_persist_after(before[each.slot.name], each.generation)
 
@@ -172,62 +180,97 @@ class Queue:
         return {each.slot.name: each.slot.asked for each in held}
 
     def next(self) -> None:
-        """Start the next job if the worker is free, else an audit; and the next copy into the cache."""
+        """Begin the next commit, the next write, else an audit; and the next copy into the cache."""
         now = time.monotonic()
         if self._cache is not None:
             self._cache.next(now)
             self._fill_cache(self._cache)
         ready = self._ready(now)
-        if self.worker.busy:
-            if ready:
-                self._stops_audit.set()  # the audit of a large state would take a run's grace
-        elif ready:
-            self._submit(self._first(min(ready, key=StepJob.order)))
-        elif now >= self._audit_at:
+        self._begin(ready, StepJob.order)
+        if not all(job.is_to_commit for job in ready):
+            self._stops_audit.set()  # the audit of a large state would take a run's grace
+        elif now >= self._audit_at and not self._writes.busy:
             self._audit_newest()
 
+    def _begin(self, ready: Iterable[StepJob], order: Callable[[StepJob], Any]) -> None:
+        """Begin the first commit and the first write of these jobs. A write begins after a commit in
+        progress: it may name the frozen leaves of that step."""
+        by_order = sorted(ready, key=order)
+        commits = [job for job in by_order if job.is_to_commit]
+        if commits and self._committing is None:
+            self._commit(self._first(commits[0]))
+        writes = [job for job in by_order if not job.is_to_commit]
+        if writes and self._committing is None and not self._writes.busy:
+            first = self._first(writes[0])
+            if first.is_to_commit:
+                self._commit(first)
+            else:
+                self._write(first)
+
     def _first(self, chosen: StepJob) -> StepJob:
-        """The job that is written before this one: an older one that has failed is tried once more, since it
+        """The job that is tried before this one: an older one that has failed is tried once more, since it
         can never be committed after a newer one."""
         if chosen.is_urgent:
             return chosen
         older = [job for job in self._jobs if job.id < chosen.id and job.state is JobState.FAILED]
         for job in sorted(older, key=lambda job: job.id):
             is_due = not job.given_up and job.hastened_for != chosen.id
-            if is_due and job.is_gathered and all(each.is_free() for each in job.members()):
+            can_be = job.is_to_commit or (not chosen.is_to_commit and self._can_be_written(job))
+            if is_due and can_be:
                 job.hastened_for = chosen.id
                 return job
         return chosen
 
+    def _can_be_written(self, job: StepJob) -> bool:
+        return job.is_gathered and all(each.is_free() for each in job.members())
+
+    def _is_running(self, job: StepJob) -> bool:
+        return job in (self.writing, self._committing)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether an operation is in progress, or its outcome still to be collected."""
+        return self._writes.busy or self._commits.busy
+
+    def collect(self) -> None:
+        """Act on the outcomes of operations that have ended."""
+        self._writes.collect()
+        self._commits.collect()
+
+    def close(self) -> None:
+        """End the threads after their operations."""
+        self._writes.close()
+        self._commits.close()
+
     def run_to_idle(self, watch: Callable[[], None]) -> None:
         """Do all work that can be done now: poll once for other nodes, retry failures as often as the pauses
-        allow. Calls `watch` repeatedly; an exception of it ends this once the worker is done, an interrupt at
-        once, since storage may hang."""
+        allow. Calls `watch` repeatedly; an exception of it ends this once the workers are done, an interrupt
+        at once, since storage may hang."""
         polls = {job: job.polls for job in self._jobs}
         try:
             while True:
-                self.worker.collect()
+                self.collect()
                 now = time.monotonic()
                 # Polled once: on a slow store the first step is due again before the last one was polled.
                 if ready := [job for job in self._ready(now) if job.polls == polls.setdefault(job, 0)]:
-                    if not self.worker.busy:
-                        # Oldest first: nothing is in a hurry, and after a newer commit none is left to make.
-                        self._submit(min(ready, key=lambda job: job.id))
-                elif not (self.worker.busy or any(job.is_tried_after(now) for job in self._jobs)):
+                    # Oldest first: nothing is in a hurry, and after a newer commit none is left to make.
+                    self._begin(ready, lambda job: job.id)
+                elif not (self.is_busy or any(job.is_tried_after(now) for job in self._jobs)):
                     return
                 watch()
-                self.worker.wait()
+                self._writes.wait()
         except Exception:
-            while self.worker.busy:
-                self.worker.wait()
-                self.worker.collect()
+            while self.is_busy:
+                self._writes.wait()
+                self.collect()
             raise
 
     def try_again(self) -> None:
-        """Retry all failures now, after a repair; ignore a failure of the try in progress."""
-        self._ignores_failure = self.writing is not None
+        """Retry all failures now, after a repair; ignore failures of the tries in progress."""
         for job in self._refresh():
-            if job is not self.writing and not job.given_up:
+            if self._is_running(job):
+                self._ignored.add(job)
+            elif not job.given_up:
                 job.retry.succeeded()
 
     def expedite(self) -> None:
@@ -241,6 +284,11 @@ class Queue:
     @property
     def progress_bytes(self) -> int:
         return self._writer.progress_bytes
+
+    @property
+    def persisting(self) -> StepJob | None:
+        """The step that is written, or else committed."""
+        return self.writing or self._committing
 
     def waiting(self, *, for_others: bool = False) -> list[int]:
         """The requested steps that are not done; `for_others`: those that wait for other nodes."""
@@ -361,7 +409,7 @@ class Queue:
                 wanted.add(key)
         self._urgent &= wanted
         for job in self._jobs:
-            if not job.keys <= wanted and job is not self.writing:
+            if not job.keys <= wanted and not self._is_running(job):
                 self._left(job, wanted)
         here: dict[SnapshotId, dict[int, Sealed]] = {}
         for each in self._regions.snapshots():
@@ -449,7 +497,7 @@ class Queue:
     def _is_to_come(self, job: StepJob) -> bool:
         if job.is_over or job.lacks or job.state is JobState.PART_WRITTEN:
             return False
-        if job.is_gathered or job.state is JobState.WRITING:
+        if job.is_gathered or job.state in (JobState.WRITING, JobState.COMMITTING):
             return job.retry.has_next
         return self._may_come(job)
 
@@ -458,13 +506,9 @@ class Queue:
         return all((job.attempt, rank) in self._living for rank in job.missing)
 
     def _ready(self, now: float) -> list[StepJob]:
-        jobs = [job for job in self._refresh() if job is not self.writing and not job.is_over]
-        due = [
-            job
-            for job in jobs
-            if job.is_gathered and job.retry.is_due(now) and not self._is_to_be_cached(job)
-        ]
-        return [job for job in due if all(each.is_free() for each in job.members())]
+        jobs = [job for job in self._refresh() if not (self._is_running(job) or job.is_over)]
+        due = [job for job in jobs if job.retry.is_due(now) and not self._is_to_be_cached(job)]
+        return [job for job in due if job.is_to_commit or self._can_be_written(job)]
 
     # ---- the cache
 
@@ -480,7 +524,7 @@ class Queue:
 
     def _uncached(self, job: StepJob) -> list[SealedSnapshot]:
         """The snapshots that are copied into the cache before this job is written."""
-        if job.is_over or job.has_part or job.lacks or job in (self.writing, self._copied_job):
+        if job.is_over or job.is_to_commit or job in (self.writing, self._copied_job):
             return []
         return [each for each in job.members() if each.is_whole and not each.slot.is_cached]
 
@@ -532,7 +576,7 @@ class Queue:
         def done(held: HeldRegion | None) -> None:
             self._copied_job, self._copied = None, None
             sealed = None if held is None else held.sealed()
-            is_written = job is not None and job is self.writing
+            is_written = job is not None and self._is_running(job)
             is_member = job is not None and job.snapshots.get(member.rank) is member
             if job is not None and sealed is not None and is_member and not is_written:
                 job.snapshots[member.rank] = self._snapshot(sealed)
@@ -568,7 +612,7 @@ class Queue:
 
     # ---- running jobs
 
-    def _submit(self, job: StepJob) -> None:
+    def _write(self, job: StepJob) -> None:
         for each in [each for each in self._regions.snapshots() if each.key in job.keys]:
             # A region may have been handed over since.
             job.snapshots[each.slot.rank].regions = self._snapshot(each).regions
@@ -576,17 +620,42 @@ class Queue:
 
         def done(outcome: StepOutcome | BaseException) -> None:
             self.writing = None
-            ignores_failure, self._ignores_failure = self._ignores_failure, False
-            if isinstance(outcome, BaseException):
-                log.error("persisting step %d failed", job.step, exc_info=outcome)
-                job.release()
-                message = f"{type(outcome).__name__}: {outcome}"
-                outcome = StepOutcome(JobState.FAILED, message=message)
-            job.state, job.outcome = outcome.state, outcome
-            if not (ignores_failure and outcome.state is JobState.FAILED):
-                self._follow(job, outcome)
+            found = self._ended(job, outcome)
+            if found.state is not JobState.COMMITTING:
+                self._follow(job, found)
+                return
+            job.state, job.written, job.retry.due_at = found.state, found, 0.0
+            for each in self._jobs:
+                # Older ones first: they can never be committed after this one.
+                if each.state is JobState.PART_WRITTEN and each.id < job.id:
+                    each.retry.due_at = 0.0
 
-        self.worker.submit(partial(self._writer.persist, job), done)
+        self._writes.submit(partial(self._writer.write, job), done)
+
+    def _commit(self, job: StepJob) -> None:
+        job.state, self._committing = JobState.COMMITTING, job
+
+        def done(outcome: StepOutcome | BaseException) -> None:
+            self._committing = None
+            found, written = self._ended(job, outcome), job.written
+            if written is not None:
+                found = replace(
+                    found,
+                    num_bytes=written.num_bytes,
+                    seconds=found.seconds + written.seconds,
+                    direct=written.direct,
+                    written=written.written,
+                )
+            self._follow(job, found)
+
+        self._commits.submit(partial(self._committer.commit, job), done)
+
+    def _ended(self, job: StepJob, outcome: StepOutcome | BaseException) -> StepOutcome:
+        if not isinstance(outcome, BaseException):
+            return outcome
+        log.error("persisting step %d failed", job.step, exc_info=outcome)
+        job.release()
+        return StepOutcome(JobState.FAILED, message=f"{type(outcome).__name__}: {outcome}")
 
     def _audit_newest(self) -> None:
         self._audit_at = time.monotonic() + _SCAN_PAUSE_S
@@ -614,7 +683,7 @@ class Queue:
                 self._audited[sealed.slot.name] = sealed.generation
 
         self._stops_audit.clear()
-        self.worker.submit(partial(audit, snapshot, self._stops_audit.is_set), done)
+        self._writes.submit(partial(audit, snapshot, self._stops_audit.is_set), done)
 
     def _discard_damaged(self, rank: int) -> None:
         """Free the slots of a rank whose record does not match its checksum."""
@@ -632,15 +701,20 @@ class Queue:
     # ---- outcomes
 
     def _follow(self, job: StepJob, outcome: StepOutcome) -> None:
+        job.state, job.outcome = outcome.state, outcome
+        is_ignored = job in self._ignored
+        self._ignored.discard(job)
         match outcome.state:
+            case JobState.FAILED if is_ignored:
+                pass
+            case JobState.GATHERING:
+                job.has_part, job.written, job.retry.due_at = False, None, 0.0
             case JobState.COMMITTED:
                 self._committed(job, outcome)
             case JobState.PART_WRITTEN:
                 self._waits(job, outcome)
             case JobState.FAILED:
                 self._failed(job, outcome)
-            case JobState.GONE if job.has_part:
-                job.state = JobState.PART_WRITTEN
             case JobState.SUPERSEDED | JobState.DIVERGED:
                 self._superseded(job, outcome)
             case JobState.TORN:
@@ -746,6 +820,7 @@ class Queue:
                 self.rescue(rank)
 
     def _superseded(self, job: StepJob, outcome: StepOutcome) -> None:
+        self._writer.forget_frozen(job.snapshots)
         self._give_up(job, outcome)
         if not job.snapshots:
             self._drop(job)

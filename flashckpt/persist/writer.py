@@ -1,5 +1,5 @@
 """Writes one snapshot of this node from its slots to storage: pin, check, frozen leaves, audited shards, one
-part, commit.
+part.
 
 Owns this order, and which file of frozen leaves a part names. Runs in a worker thread; the result is a
 StepOutcome, and meanwhile only words of the slots change. Never writes a file that another keeper has
@@ -18,46 +18,24 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from flashckpt import _native, crashpoints
-from flashckpt.catalogue.changes import Committed
 from flashckpt.commit import commit_step
-from flashckpt.commit.commit_step import KEEP_ALL, Outcome
-from flashckpt.commit.steps import heads_at_rest, is_whole, read_step
+from flashckpt.commit.steps import heads_at_rest, read_step
 from flashckpt.commit.verification import verify_file
 from flashckpt.commit.view import View
-from flashckpt.errors import (
-    DamagedError,
-    DivergedError,
-    FlashckptError,
-    KeeperError,
-    RunError,
-    SupersededError,
-)
-from flashckpt.format.catalogue import EMPTY, Catalogue, Folder
+from flashckpt.errors import DamagedError, FlashckptError, KeeperError
+from flashckpt.format.catalogue import Folder
 from flashckpt.format.checked_json import strict_loads
 from flashckpt.format.layout import Layout
 from flashckpt.format.manifest import frozen_name, shard_name
 from flashckpt.format.metadata import Metadata
-from flashckpt.format.names import AttemptName, CommitName, SnapshotId
+from flashckpt.format.names import AttemptName, SnapshotId
 from flashckpt.format.records import Contents, Part, RankRecord, ShardRecord
-from flashckpt.options import Keep
-from flashckpt.persist.audit import Torn, UnreadableError, check_cached, check_header, discard, torn, unlike
-from flashckpt.persist.job import (
-    JobState,
-    RankWrite,
-    SealedSnapshot,
-    StepJob,
-    StepOutcome,
-    unlike_steps,
-)
+from flashckpt.persist.audit import Torn, check_cached, check_header, torn, unlike
+from flashckpt.persist.committer import KnownRun
+from flashckpt.persist.job import JobState, RankWrite, RegionGone, SealedSnapshot, StepJob, StepOutcome
 from flashckpt.store.base import MemoryRange, Store
 
 log = logging.getLogger(__name__)
-
-# All keepers of a few nodes gather the parts of a step: the one that writes the last part commits. Of many
-# nodes only the keeper of rank 0's node does. If it is dead, the others do after so many polls.
-_FEW_NODES = 4
-_POLLS_OF_OTHERS = 12
-_MANY_NODES = 8
 
 
 @dataclass
@@ -75,149 +53,69 @@ class _Try:
 
 
 class Writer:
-    """Writes snapshots to a store. nonce: of this process, so that no two processes write one file. stands:
-    whether the run still exists in the store. guard: called before anything is published; raises if this
-    process may not publish any more. gathers: gather the parts of other nodes at each poll. pinned: the
-    step that is being copied to the mirror, which retention spares."""
+    """Writes parts of snapshots to a run. nonce: of this process, so that no two processes write one file.
+    stands: whether the run still exists in the store. guard: called before anything is published; raises if
+    this process may not publish any more."""
 
     def __init__(
         self,
-        store: Store,
+        run: KnownRun,
         nonce: str,
         *,
-        gathers: bool = False,
-        stands: Callable[[], bool] | None = None,
+        stands: Callable[[], bool] = lambda: True,
         guard: Callable[[], None] = lambda: None,
-        pinned: Callable[[], CommitName | None] = lambda: None,
     ) -> None:
-        self._store, self._nonce, self._guard = store, nonce, guard
-        self._gathers, self._pinned = gathers, pinned
-        self._stands = stands or (lambda: True)
-        self._known: Catalogue = EMPTY
+        self._run, self._store, self._nonce = run, run.store, nonce
+        self._stands, self._guard = stands, guard
         self._files, self._progress = 0, array("Q", [0])
         self._began_ns = time.monotonic_ns()
-        self._frozen = FrozenFiles(store, nonce, _native.address_of(self._progress))
+        self._frozen = FrozenFiles(run.store, nonce, _native.address_of(self._progress))
 
     @property
     def progress_bytes(self) -> int:
         """Bytes written so far, of all steps, also of one that is being written."""
         return self._progress[0]
 
-    def persist(self, job: StepJob) -> StepOutcome:
-        """Commit a step from its snapshots. Never raises: failure is an outcome."""
+    def forget_frozen(self, ranks: Collection[int]) -> None:
+        """Look for the frozen files of these ranks again before a part names one: a step that named them was
+        not committed, and they may be gone."""
+        self._frozen.forget(ranks)
+
+    def write(self, job: StepJob) -> StepOutcome:
+        """Write the part of a step from its snapshots. If it can be committed then, they stay pinned. Never
+        raises: failure is an outcome."""
         began = time.monotonic()
-        if job.missing and job.has_part:
-            # Waiting for the parts of other nodes needs no slots.
-            outcome = self._tried(lambda: self._commit(job, self._view()), job)
-            for each in job.members() if outcome.state is JobState.COMMITTED else ():
-                if each.take():
-                    each.slot.set_persisted(each.generation)
-            job.release()
-            return outcome
         if not all([each.take() for each in job.members()]):
             job.release()
             return StepOutcome(JobState.GONE)
         crashpoints.point("audit.pinned")
-        outcome = self._tried(lambda: self._lacking(job) if job.lacks else self._persist_pinned(job), job)
-        if outcome.state is JobState.COMMITTED and all(each.holds() for each in job.members()):
-            # Before the pins go: a trainer that sees the slot sealed must see the word, too.
-            for each in job.members():
-                each.slot.set_persisted(each.generation)
-            crashpoints.point("commit.marked")
-        if not job.release() and outcome.state is not JobState.TORN:
+        outcome = self._run.tried(lambda: self._write_pinned(job), job)
+        stays_pinned = outcome.state is JobState.COMMITTING and all(each.holds() for each in job.members())
+        if not stays_pinned and not job.release() and outcome.state is not JobState.TORN:
             outcome = replace(outcome, state=JobState.FAILED, message=PIN_LOST)
         return replace(outcome, seconds=time.monotonic() - began)
 
-    def _tried(
-        self, operation: Callable[[], StepOutcome], job: StepJob, *, is_again: bool = False
-    ) -> StepOutcome:
-        try:
-            return operation()
-        except Torn as found:
-            snapshot = found.snapshot
-            assert snapshot is not None
-            assert snapshot.pin is not None
-            pin, snapshot.pin = snapshot.pin, None
-            return discard(snapshot.slot, pin, found)
-        except SupersededError as error:
-            was_resumed = self._was_resumed(job)
-            if was_resumed and not is_again:
-                return self._tried(operation, job, is_again=True)
-            state = JobState.FAILED if was_resumed else JobState.SUPERSEDED
-            return StepOutcome(state, message=str(error))
-        except DivergedError as error:
-            return StepOutcome(JobState.DIVERGED, message=str(error), diverged=error.leaves)
-        except (OSError, FlashckptError, ValueError) as error:
-            log.debug("persisting failed", exc_info=True)
-            unreadable = str(error.filename) if isinstance(error, UnreadableError) else ""
-            return StepOutcome(
-                JobState.FAILED,
-                message=str(error) or type(error).__name__,
-                errno=error.errno or 0 if isinstance(error, OSError) else 0,
-                lacks_region=isinstance(error, RegionGone),
-                slot=unreadable,
-            )
-
-    def _view(self) -> View:
-        """The newest version of the catalogue. RunError if another run, or an older catalogue, has replaced
-        the one that is known; the next try begins with what is there then."""
-        try:
-            view = View.of(self._store, self._known)
-        except RunError:
-            self._known = EMPTY
-            raise
-        self._known = view.catalogue
-        if not view.catalogue.version:
-            raise FileNotFoundError(errno.ENOENT, "the run is not there any more", self._store.url)
-        return view
-
-    def _was_resumed(self, job: StepJob) -> bool:
-        """Whether a newer attempt has resumed from this snapshot, and so it must be written into its
-        folder."""
-        with contextlib.suppress(OSError, FlashckptError):
-            view = self._view()
-            is_due = not (view.catalogue.has(job.id) or commit_step.is_overtaken(view, job.id))
-            return view.parent == job.id and is_due and not job.lacks
-        return False
-
-    # ---- steps that this node lacks
-
-    def _lacking(self, job: StepJob) -> StepOutcome:
-        """The outcome of a step that not all ranks of this node have any more: committed if it was committed
-        before, by a keeper that died before it marked all slots."""
-        for each in job.members():
-            _checked(each)
-        view = self._view()
-        if not is_whole(view, job.name):
-            raise SupersededError(job.lacks, step=job.step)
-        return self._reported(job, Outcome(Committed.YES, view))
-
-    # ---- pinned snapshots
-
-    def _persist_pinned(self, job: StepJob) -> StepOutcome:
+    def _write_pinned(self, job: StepJob) -> StepOutcome:
         contents = [_checked(each) for each in job.members()]
         if not self._stands():
             raise FileNotFoundError(errno.ENOENT, "the run is not there any more", self._store.url)
         may_be_at_rest = self._may_be_at_rest(job, contents)
         # Where each listing is a request, the last version shows the writer; the commit lists anyway.
-        is_known = self._known.attempt == job.attempt and not self._store.capabilities.is_folder
-        view = View(self._known, self._store) if is_known and not may_be_at_rest else self._view()
-        if view.catalogue.has(job.id):
-            return self._reported(job, self._committed(job, view))
-        folder = commit_step.folder_of(view, job.id)
-        if commit_step.is_overtaken(view, job.id):
-            return self._reported(job, Outcome(Committed.OVERTAKEN, view))
-        tried = _Try(job, contents, folder)
-        if not (job.folder == folder and job.has_part):
-            # A part of an earlier attempt's folder does not count in that of the attempt which resumed it.
-            job.folder, job.has_part = folder, False
-            if may_be_at_rest:
-                self._find_part(tried)
-            if not job.has_part:
-                self._write(tried, view)
-        outcome = self._commit(job, view)
+        is_known = self._run.known.attempt == job.attempt and not self._store.capabilities.is_folder
+        view = self._run.view if is_known and not may_be_at_rest else self._run.newest()
+        if view.catalogue.has(job.id) or commit_step.is_overtaken(view, job.id):
+            return StepOutcome(JobState.COMMITTING)
+        tried = _Try(job, contents, commit_step.folder_of(view, job.id))
+        # A part of an earlier attempt's folder does not count in that of the attempt which resumed it.
+        job.folder, job.has_part = tried.folder, False
+        if may_be_at_rest:
+            self._find_part(tried)
+        if not job.has_part:
+            self._write(tried, view)
         written = tuple(tried.written)
-        return replace(outcome, num_bytes=tried.num_bytes, direct=tried.direct, written=written)
+        return StepOutcome(
+            JobState.COMMITTING, num_bytes=tried.num_bytes, direct=tried.direct, written=written
+        )
 
     def _may_be_at_rest(self, job: StepJob, contents: Sequence[PinnedContent]) -> bool:
         """Whether an earlier try, or an earlier keeper, may have written the part."""
@@ -254,7 +152,7 @@ class Writer:
             part = Part(
                 id=job.id,
                 step=job.step,
-                world=self._world(job, view),
+                world=job.world(view),
                 node=contents[0].rank,
                 ranks=tuple(records),
                 environment=environment if isinstance(environment, dict) else dict(job.node.environment),
@@ -313,91 +211,6 @@ class Writer:
                 if name not in named:
                     self._store.remove(f"{tried.folder.path}/{name}")
 
-    # ---- the commit
-
-    def _commit(self, job: StepJob, view: View) -> StepOutcome:
-        if view.catalogue.has(job.id):
-            return self._reported(job, self._committed(job, view))
-        folder = commit_step.folder_of(view, job.id)
-        if folder != job.folder:
-            raise SupersededError(
-                f"step {job.step} of attempt {job.attempt} has a part in the folder of an older attempt.",
-                step=job.step,
-            )
-        world = self._world(job, view)
-        if not self._gathers and job.polls < polls_before(job.node.ranks, world):
-            state = Committed.OVERTAKEN if commit_step.is_overtaken(view, job.id) else Committed.WAITING
-            return self._reported(job, Outcome(state, view))
-        pinned = self._pinned()
-        try:
-            found = commit_step.commit(
-                view,
-                folder,
-                self._keep(job),
-                known=job.known,
-                in_use=frozenset() if pinned is None else frozenset([pinned.id]),
-                is_of_many=world > _MANY_NODES * len(job.node.ranks),
-                guard=self._guard,
-            )
-        except DamagedError as error:
-            self._check_may_be_whole(job, folder, error)
-            raise
-        self._known = found.view.catalogue
-        if found.state is Committed.WAITING and commit_step.is_overtaken(view, job.id):
-            found = Outcome(Committed.OVERTAKEN, view)
-        if found.state is Committed.WAITING and not self._store.exists(f"{folder.path}/{job.part}"):
-            job.has_part = False
-            raise FileNotFoundError(errno.ENOENT, "its part is gone", f"{folder.path}/{job.part}")
-        return self._reported(job, found, is_ours=True)
-
-    def _keep(self, job: StepJob) -> Keep:
-        """What retention keeps with this commit. Only the keeper of rank 0's node drops steps: it knows which
-        one is being copied to the mirror."""
-        return job.node.keep if job.node.keep is not None and 0 in job.node.ranks else KEEP_ALL
-
-    def _committed(self, job: StepJob, view: View) -> Outcome:
-        """The outcome of a step that the catalogue has. SupersededError if its files are gone."""
-        self._guard()
-        if not is_whole(view, job.name):
-            raise SupersededError(
-                f"step {job.step} of attempt {job.attempt} was committed, and has lost files since.",
-                step=job.step,
-            )
-        return Outcome(Committed.YES, view)
-
-    def _check_may_be_whole(self, job: StepJob, folder: Folder, error: DamagedError) -> None:
-        """Raise SupersededError if the parts of a step, which never change, make no step."""
-        heads = heads_at_rest(self._store, folder).values()
-        counted = {rank.rank: head.step for head in heads for rank in head.ranks}
-        if len({*counted.values()}) > 1:
-            raise SupersededError(unlike_steps(counted), step=job.step) from error
-
-    def _reported(self, job: StepJob, found: Outcome, *, is_ours: bool = False) -> StepOutcome:
-        """The outcome of a commit. `is_ours`: retention was applied with it."""
-        match found.state:
-            case Committed.WAITING:
-                return StepOutcome(JobState.PART_WRITTEN)
-            case Committed.OVERTAKEN:
-                raise SupersededError(
-                    f"a newer step was committed before step {job.step} of attempt {job.attempt} was whole.",
-                    step=job.step,
-                )
-            case Committed.BASE_GONE:
-                self._frozen.forget(job.snapshots)
-                raise SupersededError(
-                    f"step {job.step} names frozen leaves that are not there any more, and is not committed. "
-                    "The next step writes them again.",
-                    step=job.step,
-                )
-        is_applied = is_ours and self._keep(job) is not KEEP_ALL
-        dropped = found.dropped if is_applied else None
-        return StepOutcome(JobState.COMMITTED, view=found.view, dropped=dropped)
-
-    def _world(self, job: StepJob, view: View) -> int:
-        """The number of ranks of the attempt that captured it; from the catalogue if its trainers are
-        dead."""
-        return job.node.world if job.node.world is not None else view.catalogue.world
-
 
 @contextlib.contextmanager
 def _torn_in(snapshot: SealedSnapshot) -> Iterator[None]:
@@ -423,21 +236,12 @@ def _checked(snapshot: SealedSnapshot) -> PinnedContent:
     return PinnedContent(snapshot, sealed.record.captured_ns, metadata, values)
 
 
-def polls_before(ranks: Collection[int], world: int) -> int:
-    """How often the keeper of these ranks polls for the record of a step before it gathers the parts."""
-    return 0 if 0 in ranks or world <= _FEW_NODES * len(ranks) else _POLLS_OF_OTHERS
-
-
 _MAX_ATTEMPTS = 2  # whose newest step may have a file with the same leaves
 _REGION_IS_GONE = (
     "the constants of this snapshot are not in this node's memory, and no committed step names them; "
     "committed steps are not touched"
 )
 PIN_LOST = "the slot was taken from this keeper while it was written; another keeper has it now"
-
-
-class RegionGone(KeeperError):
-    """The region that a snapshot names is missing: only a trainer that has it could hand it over."""
 
 
 @dataclass(frozen=True)

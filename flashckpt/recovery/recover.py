@@ -36,6 +36,7 @@ from flashckpt.memory.region import CACHE, rank_of
 from flashckpt.memory.slot import Sealed, Slot
 from flashckpt.options import user_path
 from flashckpt.persist.audit import Torn, check_header, differing
+from flashckpt.persist.committer import Committer, KnownRun
 from flashckpt.persist.job import (
     JobState,
     SealedSnapshot,
@@ -57,7 +58,6 @@ from flashckpt.recovery.report import (
 )  # fmt: skip
 from flashckpt.recovery.storage import Examined, clear_garbage, commit_whole, examine, quarantine
 from flashckpt.store.base import Store
-from flashckpt.threads import Worker
 
 log = logging.getLogger(__name__)
 
@@ -237,10 +237,12 @@ class _NodeSnapshots:
         nonce = secrets.token_hex(4)
         self._regions = Regions(self._runtime, nonce, is_view=is_view)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        run = KnownRun(self._store)
         self._queue = Queue(
             self._regions,
-            Writer(self._store, nonce, guard=held.guard, gathers=True),
-            Worker("writer", self._wake),
+            Writer(run, nonce, guard=held.guard),
+            Committer(run, guard=held.guard, gathers=True),
+            self._wake,
             ledger,
             notify=self._note_outcome,
             pauses=few_pauses_s,
@@ -496,11 +498,11 @@ class _NodeSnapshots:
     def close(self) -> None:
         """Let the next keeper find the slots that stay, and leave no other name behind. After an interrupt a
         busy worker keeps its files until the process ends."""
-        if not self._queue.worker.busy:
+        if not self._queue.is_busy:
             self._regions.close()
             if self._cache is not None:
                 self._cache.close()
-            self._queue.worker.close()
+            self._queue.close()
             os.close(self._wake)
         with contextlib.suppress(OSError, FlashckptError):
             if self._hold.election is not None and self._hold.election.stands(self._runtime):

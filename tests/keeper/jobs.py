@@ -4,7 +4,10 @@ import errno
 from collections.abc import Callable
 
 from flashckpt.memory.slot import Slot
-from flashckpt.persist.job import SealedSnapshot, StepJob, job_of_one
+from flashckpt.persist.committer import Committer, KnownRun
+from flashckpt.persist.job import JobState, SealedSnapshot, StepJob, StepOutcome, job_of_one
+from flashckpt.persist.writer import Writer
+from flashckpt.store.base import Store
 from tests.keeper.fake import FakeTrainer
 
 
@@ -28,3 +31,19 @@ def failing_for(name: str, create: Callable[[str, bytes], bool]) -> Callable[[st
         return create(path, data)
 
     return failing
+
+
+class Persister:
+    """Writes and commits one step after the other. stands: whether the run still exists."""
+
+    def __init__(self, store: Store, nonce: str, stands: Callable[[], bool] = lambda: True) -> None:
+        run = KnownRun(store)
+        self._writer, self._committer = Writer(run, nonce, stands=stands), Committer(run)
+
+    def persist(self, job: StepJob) -> StepOutcome:
+        outcome = self._writer.write(job)
+        if outcome.state is JobState.COMMITTING:
+            outcome = self._committer.commit(job)
+        if outcome.state is JobState.SUPERSEDED:
+            self._writer.forget_frozen(job.snapshots)
+        return outcome

@@ -14,14 +14,13 @@ from flashckpt.commit.verification import verify
 from flashckpt.format.names import AttemptName, SnapshotId
 from flashckpt.format.records import Contents
 from flashckpt.persist.job import JobState, StepJob
-from flashckpt.persist.writer import Writer
 from flashckpt.store import open_store
 from tests import run_view
 from tests.commit.runs import newest_of
 from tests.folders import flip
 from tests.keeper.driver import committed, saved, the_keeper, told
 from tests.keeper.fake import FakeTrainer, keeper_pid
-from tests.keeper.jobs import job_of, snapshot_of
+from tests.keeper.jobs import Persister, job_of, snapshot_of
 
 
 def attached(
@@ -116,14 +115,14 @@ def test_a_header_of_constants_that_is_none_is_never_written(alone: FakeTrainer)
     def spoil() -> None:
         alone.region.image_view[20] ^= 1
 
-    outcome = Writer(alone.store, "0123abcd").persist(order(alone, 1, spoil))
+    outcome = Persister(alone.store, "0123abcd").persist(order(alone, 1, spoil))
     assert outcome.state is JobState.TORN
     assert files(alone) == []
 
 
 def test_a_step_whose_constants_stand_on_storage_does_not_need_those_in_memory(alone: FakeTrainer) -> None:
     """The digests of its boundary are those of the file, so what the file holds is what the step had."""
-    writer = Writer(alone.store, "0123abcd")
+    writer = Persister(alone.store, "0123abcd")
     assert writer.persist(order(alone, 1)).state is JobState.COMMITTED
     [file] = files(alone)
     outcome = writer.persist(order(alone, 2, lambda: flip_constant(alone)))
@@ -134,7 +133,7 @@ def test_a_step_whose_constants_stand_on_storage_does_not_need_those_in_memory(a
 
 
 def test_a_file_that_was_taken_away_is_written_again_under_another_name(alone: FakeTrainer) -> None:
-    writer = Writer(alone.store, "0123abcd")
+    writer = Persister(alone.store, "0123abcd")
     assert writer.persist(order(alone, 1)).state is JobState.COMMITTED
     [file] = files(alone)
     file.unlink()
@@ -146,11 +145,11 @@ def test_a_file_that_was_taken_away_is_written_again_under_another_name(alone: F
 
 
 def test_a_name_that_a_step_gives_is_not_taken_for_another_file(alone: FakeTrainer) -> None:
-    writer = Writer(alone.store, "0123abcd")
+    writer = Persister(alone.store, "0123abcd")
     assert writer.persist(order(alone, 1)).state is JobState.COMMITTED
     [file] = files(alone)
     lost = file.rename(alone.run / "lost")
-    writer = Writer(alone.store, "4567cdef")
+    writer = Persister(alone.store, "4567cdef")
     assert writer.persist(order(alone, 2)).state is JobState.COMMITTED
     [other] = files(alone)
     assert other.name != file.name
@@ -168,7 +167,7 @@ def rot(file: Path) -> None:
 def test_a_new_attempt_does_not_name_a_file_that_is_damaged_or_gone(
     alone: FakeTrainer, befalls: Callable[[Path], object]
 ) -> None:
-    writer = Writer(alone.store, "0123abcd")
+    writer = Persister(alone.store, "0123abcd")
     assert writer.persist(order(alone, 1)).state is JobState.COMMITTED
     [file] = files(alone)
     befalls(file)
@@ -195,7 +194,7 @@ def test_constants_that_were_written_without_the_pin_are_not_believed(
         return result
 
     monkeypatch.setattr(_native, "write_file", write_file)
-    writer, asked = Writer(alone.store, "0123abcd"), order(alone, 1)
+    writer, asked = Persister(alone.store, "0123abcd"), order(alone, 1)
     assert writer.persist(asked).state is JobState.FAILED
     assert ["/.frozen-" in path for path in written] == [True]
     assert files(alone) == []

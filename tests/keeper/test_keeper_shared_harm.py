@@ -12,7 +12,6 @@ from flashckpt.format.names import AttemptName
 from flashckpt.memory.runtime import RuntimeFolder
 from flashckpt.memory.slot import Slot, SlotState
 from flashckpt.persist.job import JobState
-from flashckpt.persist.writer import Writer
 from tests.events import ledger
 from tests.folders import flip
 from tests.keeper.driver import (
@@ -26,6 +25,7 @@ from tests.keeper.driver import (
     the_keeper,
 )
 from tests.keeper.fake import FakeTrainer, constants_for, content, keeper_pid
+from tests.keeper.jobs import Persister
 from tests.keeper.region import write_constants
 from tests.keeper.test_keeper_constants import alone as alone
 from tests.keeper.test_keeper_constants import attached, files, flip_constant, order
@@ -92,7 +92,7 @@ def test_a_region_that_is_not_sealed_is_not_read(alone: FakeTrainer) -> None:
     assert region is not None
     asked = order(alone, 1)
     assert region.free(region.state())
-    outcome = Writer(alone.store, "0123abcd").persist(asked)
+    outcome = Persister(alone.store, "0123abcd").persist(asked)
     assert outcome.state is JobState.TORN
     assert [name for _, name in outcome.leaves] == ["base.weight", "base.scale"]
     assert files(alone) == []

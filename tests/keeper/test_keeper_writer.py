@@ -11,10 +11,9 @@ from flashckpt import _native
 from flashckpt.commit.commit_step import collect
 from flashckpt.commit.view import View
 from flashckpt.persist.job import JobState
-from flashckpt.persist.writer import Writer
 from tests.keeper.driver import begun, committed
 from tests.keeper.fake import FakeTrainer
-from tests.keeper.jobs import job_of
+from tests.keeper.jobs import Persister, job_of
 
 
 @pytest.fixture
@@ -36,7 +35,7 @@ def test_what_was_not_pinned_to_the_end_is_not_published(
 
     monkeypatch.setattr(_native, "write_file", write_file)
     # Pinned in this trainer's name: the node's keeper takes no pin away whose owner lives.
-    outcome = Writer(trainer.store, "0123abcd").persist(job_of(trainer, slot))
+    outcome = Persister(trainer.store, "0123abcd").persist(job_of(trainer, slot))
     assert outcome.state is JobState.FAILED
     assert all(slot.persisted == 0 for slot in trainer.slots)
     assert committed(trainer.run) == []
@@ -49,7 +48,7 @@ def test_a_deletion_beside_it_keeps_the_frozen_leaves_that_are_written(
     trainer = begun(run, runtime, constants_kib=16)
     trainer.fill_region()
     slot, _ = trainer.snapshot(1)
-    writer, write, found = Writer(trainer.store, "0123abcd"), _native.write_file, list[str]()
+    writer, write, found = Persister(trainer.store, "0123abcd"), _native.write_file, list[str]()
 
     def write_file(*arguments: Any, **named: Any) -> Any:
         result = write(*arguments, **named)
@@ -73,7 +72,7 @@ def test_nothing_is_safe_where_the_run_was_before_it_was_moved(trainer: FakeTrai
         trainer.run.rename(away)
         return True
 
-    outcome = Writer(trainer.store, "0123abcd", stands=moved).persist(job_of(trainer, slot))
+    outcome = Persister(trainer.store, "0123abcd", stands=moved).persist(job_of(trainer, slot))
     assert (outcome.state, outcome.errno) == (JobState.FAILED, errno.ENOENT), outcome
     assert slot.persisted == 0
     assert not trainer.run.exists()

@@ -17,12 +17,12 @@ from flashckpt.memory.held_regions import Regions
 from flashckpt.memory.region import SlotSize
 from flashckpt.memory.runtime import RuntimeFolder
 from flashckpt.memory.slot import Slot, SlotRing
+from flashckpt.persist.committer import Committer, KnownRun
 from flashckpt.persist.job import JobState, StepJob, StepOutcome, Trainer, few_pauses_s
 from flashckpt.persist.ledger import Ledger
 from flashckpt.persist.queue import Queue
 from flashckpt.persist.writer import Writer
 from flashckpt.store.base import Store
-from flashckpt.threads import Worker
 from tests.commit.runs import attempt_at
 from tests.keeper.fake import FakeTrainer, content, layout_for
 from tests.run_view import folder_of
@@ -72,8 +72,9 @@ class Node:
         self.outcomes: list[StepOutcome] = []
         self.ledger = Ledger(store)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        run = KnownRun(store)
         self.queue = Queue(
-            self.regions, Writer(store, nonce), Worker("writer", self._wake), self.ledger, notify=self._told,
+            self.regions, Writer(run, nonce), Committer(run), self._wake, self.ledger, notify=self._told,
             pauses=lambda tries: None if few_pauses_s(tries) is None else 0.01,
         )  # fmt: skip
         self.trainers = [
@@ -105,7 +106,7 @@ class Node:
             self.regions.remove(held)
         self.regions.close()
         self.ledger.close()
-        self.queue.worker.close()
+        self.queue.close()
         self.folder.close()
         os.close(self._wake)
 

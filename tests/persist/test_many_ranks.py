@@ -1,18 +1,22 @@
 """The slots of a node's ranks through one job to one part and, with those of other nodes, to a checkpoint."""
 
 import errno
+import threading
 from pathlib import Path
 from re import Pattern
+from typing import Any
 
 import pytest
 
+from flashckpt import _native
 from flashckpt.format.names import AttemptName, SnapshotId
 from flashckpt.memory.slot import Sealed, Slot, SlotState
+from flashckpt.persist.committer import polls_before
 from flashckpt.persist.job import JobState
-from flashckpt.persist.writer import polls_before
 from flashckpt.store.base import Entry
 from flashckpt.store.local import LocalStore
 from tests.events import ledger
+from tests.keeper.driver import eventually
 from tests.keeper.fake import layout_for
 from tests.keeper.jobs import failing_for
 from tests.persist.node import (
@@ -281,6 +285,69 @@ def test_a_run_to_idle_polls_once_for_other_nodes(nodes: MakeNode, monkeypatch: 
     assert sorted(node.told) == [(step, JobState.PART_WRITTEN) for step in (4, 5, 6)]
     node.queue.run_to_idle(watch)
     assert len(node.told) == 6, "a further run polls again"
+
+
+@pytest.fixture
+def leads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of many nodes: only the keeper of rank 0's node gathers the parts of all."""
+    monkeypatch.setattr("flashckpt.persist.committer._FEW_NODES", 0)
+
+
+def turn(node: Node) -> None:
+    """As the keeper's loop does once."""
+    node.queue.collect()
+    node.queue.next()
+
+
+@pytest.mark.usefixtures("leads")
+def test_a_step_is_committed_while_the_next_one_is_written(
+    nodes: MakeNode, store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long its write takes: storage may be slow, or the state large."""
+    monkeypatch.setattr("flashckpt.persist.queue.poll_pause_s", lambda polls: 1000.0)
+    first, second = nodes((0,), 2), nodes((1,), 2)
+    first.seal(5)
+    first.run()
+    for step in (5, 6):
+        second.seal(step)
+        second.run()
+    assert first.told == [(5, JobState.PART_WRITTEN)]
+    write, began, may_end = _native.write_file, threading.Event(), threading.Event()
+
+    def write_file(*arguments: Any, **named: Any) -> Any:
+        began.set()
+        assert may_end.wait(60)
+        return write(*arguments, **named)
+
+    monkeypatch.setattr(_native, "write_file", write_file)
+    first.seal(6)
+    try:
+        eventually(lambda: turn(first) or began.is_set())
+        first.queue.expedite()
+        eventually(lambda: turn(first) or (5, JobState.COMMITTED) in first.told)
+        assert visible_steps(store) == [5]
+    finally:
+        may_end.set()
+    eventually(lambda: turn(first) or (6, JobState.COMMITTED) in first.told)
+    assert is_whole(store, 6, first.attempt, 2)
+
+
+@pytest.mark.usefixtures("leads")
+def test_an_older_step_that_is_whole_is_committed_before_a_newer_one(
+    nodes: MakeNode, store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its next poll is far away when the parts of the newer one are all there; afterwards it is too late."""
+    monkeypatch.setattr("flashckpt.persist.queue.poll_pause_s", lambda polls: 1000.0)
+    first, second = nodes((0,), 2), nodes((1,), 2)
+    first.seal(5)
+    first.run()
+    for step in (5, 6):
+        second.seal(step)
+        second.run()
+    first.seal(6)
+    eventually(lambda: turn(first) or (6, JobState.COMMITTED) in first.told)
+    assert first.told == [(5, JobState.PART_WRITTEN), (5, JobState.COMMITTED), (6, JobState.COMMITTED)]
+    assert visible_steps(store) == [5, 6]
 
 
 @pytest.mark.parametrize(("world", "each", "polls"), [(1, 1, 0), (16, 4, 0), (1024, 8, 12)])
