@@ -314,8 +314,8 @@ class Environment:
     job, and how often it was restarted, if the scheduler distinguishes a restart from another job.
 
     Slurm does: each job has its own number, and Slurm counts a restart after it has ended all processes of
-    the job. torchrun does not: its id is the user's text (two jobs may have the same), and its count of
-    restarts also grows if a job was refused.
+    the job. Of other schedulers FLASHCKPT_JOB says it, as ID/COUNT. torchrun does not: its id is the user's
+    text (two jobs may have the same), and its count of restarts also grows if a job was refused.
     """
 
     rank: int = 0
@@ -339,9 +339,10 @@ class Environment:
     @classmethod
     def read(cls) -> Environment:
         """Read the launcher's variables and Slurm's. FLASHCKPT_RUNTIME moves the runtime folder (tests use
-        it)."""
+        it). OptionError if FLASHCKPT_JOB is malformed."""
         get = os.environ.get
         slurm_job = get("SLURM_JOB_ID", "")
+        job_id, restart_count = _scheduled()
         restarts = _number("TORCHELASTIC_MAX_RESTARTS", 0) - _number("TORCHELASTIC_RESTART_COUNT", 0)
         return cls(
             rank=_number("RANK", 0),
@@ -350,8 +351,8 @@ class Environment:
             names_world=bool(get("WORLD_SIZE")),
             local_rank=_number("LOCAL_RANK", 0),
             local_world=_number("LOCAL_WORLD_SIZE", 1),
-            job_id=f"{get('SLURM_CLUSTER_NAME', '')}/{slurm_job}" if slurm_job else "",
-            restart_count=_number("SLURM_RESTART_COUNT", 0),
+            job_id=job_id,
+            restart_count=restart_count,
             runtime_folder=get("FLASHCKPT_RUNTIME") or None,
             under_slurm=bool(slurm_job),
             restarts_left=max(0, restarts),
@@ -378,6 +379,21 @@ class Environment:
             "flashckpt.loop; for a process that a launcher started among others and that trains by itself, "
             "unset RANK and WORLD_SIZE."
         )
+
+
+def _scheduled() -> tuple[str, int]:
+    """The job, and how often its scheduler has restarted it."""
+    if named := os.environ.get("FLASHCKPT_JOB", ""):
+        job_id, _, count = named.rpartition("/")
+        if not (job_id and count.isascii() and count.isdecimal() and len(count) < 10):
+            raise OptionError(
+                f"FLASHCKPT_JOB={named!r} is not ID/COUNT: the name of the job, and how often its scheduler "
+                "has restarted it. Nothing was started."
+            )
+        return f"FLASHCKPT_JOB={job_id}", int(count)
+    if slurm_job := os.environ.get("SLURM_JOB_ID", ""):
+        return f"{os.environ.get('SLURM_CLUSTER_NAME', '')}/{slurm_job}", _number("SLURM_RESTART_COUNT", 0)
+    return "", 0
 
 
 def is_switched_off() -> bool:

@@ -16,7 +16,7 @@ from flashckpt.catalogue.changes import Launch
 from flashckpt.commit import attempts
 from flashckpt.commit.attempts import Probe, beat, check_not_held, local_owner, mark_ended
 from flashckpt.commit.view import View
-from flashckpt.errors import RunHeldError
+from flashckpt.errors import OptionError, RunHeldError
 from flashckpt.format.catalogue import NO_ATTEMPT
 from flashckpt.format.names import AttemptName, alive_path
 from flashckpt.format.owner import Owner
@@ -201,7 +201,7 @@ def started_by(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, host: str, **var
     """A trainer on another node as its environment describes it."""
     for name in ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"):
         monkeypatch.delenv(name, raising=False)
-    for name in ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_RESTART_COUNT"):
+    for name in ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_RESTART_COUNT", "FLASHCKPT_JOB"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -238,6 +238,28 @@ def test_slurm_tells_a_restart_from_another_job(
         {**requeued, "SLURM_JOB_ID": "8"},
     ):
         assert is_held(store, started_by(monkeypatch, tmp_path, "second", **other), never, sleep)
+
+
+def test_another_scheduler_tells_a_restart_by_a_variable(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second start by mistake has the same id, and no higher count."""
+    name = run_view.begin(store, owner=started_by(monkeypatch, tmp_path, "first", FLASHCKPT_JOB="a/7/1"))
+    sleep = moving(store, name)
+    assert not is_held(
+        store, started_by(monkeypatch, tmp_path, "second", FLASHCKPT_JOB="a/7/2"), never, sleep
+    )
+    assert sleep.count == 0
+    slurm = {"SLURM_CLUSTER_NAME": "a", "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2"}
+    for other in ({"FLASHCKPT_JOB": "a/7/1"}, {"FLASHCKPT_JOB": "a/8/2"}, slurm):
+        assert is_held(store, started_by(monkeypatch, tmp_path, "second", **other), never, sleep)
+
+
+@pytest.mark.parametrize("named", ["7", "/1", "a/", "a/-1", "a/1x", "a/" + 10 * "1", "a/²"])
+def test_a_job_without_a_count_is_refused(named: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHCKPT_JOB", named)
+    with pytest.raises(OptionError, match="FLASHCKPT_JOB.*ID/COUNT.*Nothing was started"):
+        Environment.read()
 
 
 def test_the_log_says_what_is_waited_for_and_escapes_it(
