@@ -741,7 +741,8 @@ class Queue:
         self._drop(job)
         if self._cache is not None:
             # Older parts that wait for other nodes: no start takes a step older than this one.
-            for each in [each for each in self._jobs if each.has_part and each.id < job.id]:
+            older = [each for each in self._jobs if each.has_part and each.id < job.id]
+            for each in [each for each in older if not self._is_running(each)]:
                 self._remove_cached(self._cache, each)
         # The keeper that writes the last part of an older step commits it without this keeper.
         self._jobs = [each for each in self._jobs if each.snapshots or each.id > job.id]

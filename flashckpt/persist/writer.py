@@ -101,8 +101,9 @@ class Writer:
             raise FileNotFoundError(errno.ENOENT, "the run is not there any more", self._store.url)
         may_be_at_rest = self._may_be_at_rest(job, contents)
         # Where each listing is a request, the last version shows the writer; the commit lists anyway.
-        is_known = self._run.known.attempt == job.attempt and not self._store.capabilities.is_folder
-        view = self._run.view if is_known and not may_be_at_rest else self._run.newest()
+        view = self._run.view
+        is_known = view.catalogue.attempt == job.attempt and not self._store.capabilities.is_folder
+        view = view if is_known and not may_be_at_rest else self._run.newest()
         if view.catalogue.has(job.id) or commit_step.is_overtaken(view, job.id):
             return StepOutcome(JobState.COMMITTING)
         tried = _Try(job, contents, commit_step.folder_of(view, job.id))
