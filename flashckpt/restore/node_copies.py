@@ -108,6 +108,8 @@ def _fetched(store: Store, path: str, contents: Contents, ranks: int, threads: i
             plan.copy(path, contents, 0, num_bytes, (), into, 0)
             plan.run(store, threads)
         except (OSError, DamagedError, OutOfSpaceError) as error:
+            if isinstance(error, TimeoutError) and error.errno is None:
+                raise  # the handler of a signal: storage gives a number
             log.warning("each rank of this node reads %s by itself: %s", path, error)
             return None
         undo.pop_all()

@@ -284,7 +284,7 @@ class StepChoice:
             try:
                 reading.read(source, self._threads, targets)
             except (DamagedError, OSError, OutOfSpaceError) as error:
-                if source is store:
+                if source is store or (isinstance(error, TimeoutError) and error.errno is None):
                     raise
                 log.warning("%s is read from storage by this rank alone: %s", candidate, error)
                 source = store

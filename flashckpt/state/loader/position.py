@@ -110,8 +110,8 @@ class Position(NamedTuple):
     def _check(self, parts: type[Any]) -> None:
         """Raise ValueError if a field is invalid."""
         checked_fields(parts, self.parts)
-        if self.batches_taken < 0:
-            raise ValueError(f"{self.batches_taken} batches")
+        if self.batches_taken < (0 if self.share is None else self.share.batches):
+            raise ValueError(f"{self.batches_taken} batches, fewer than before its share was divided")
         before = (each for each in (self.at_iter, self.at_draw) if each is not None)
         states = [self.now, *before, *self.ahead]
         for each in states:

@@ -279,6 +279,13 @@ def test_a_malformed_position_is_refused(spoil: dict[str, Any]) -> None:
         source_of(runs.loader(runs.Items("/dev/null"), 0)).begin(0, {**position, **spoil})
 
 
+def test_a_share_that_was_divided_after_its_position_is_refused() -> None:
+    _, position = taken(lambda: runs.loader(runs.Items("/dev/null"), 0, shuffle=True), 2)
+    position["share"]["batches"] = 3
+    with pytest.raises(DamagedError, match="2 batches, fewer than before"):
+        source_of(runs.loader(runs.Items("/dev/null"), 0, shuffle=True)).begin(0, position)
+
+
 def test_a_position_of_another_kind_of_loader_is_refused() -> None:
     _, position = taken(lambda: runs.loader(runs.Items("/dev/null"), 0), 2)
     with pytest.raises(MismatchError, match="already restored; no batch was drawn") as caught:
