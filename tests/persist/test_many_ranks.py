@@ -350,6 +350,18 @@ def test_an_older_step_that_is_whole_is_committed_before_a_newer_one(
     assert visible_steps(store) == [5, 6]
 
 
+def test_a_request_that_is_withdrawn_while_it_is_written_leaves_no_pin(
+    nodes: MakeNode, store: LocalStore
+) -> None:
+    node = nodes((0,), 2)
+    [slot] = node.seal(5)
+    node.queue.next()
+    eventually(lambda: "node-00000" in files(store, 5, node.attempt))
+    slot.request_persist(0)
+    eventually(lambda: turn(node) or not node.queue.is_busy)
+    assert slot.state().state is SlotState.SEALED
+
+
 @pytest.mark.parametrize(("world", "each", "polls"), [(1, 1, 0), (16, 4, 0), (1024, 8, 12)])
 def test_of_many_nodes_that_of_rank_0_gathers_and_in_the_end_all(world: int, each: int, polls: int) -> None:
     first, *others = (polls_before(range(at, at + each), world) for at in range(0, world, each))
