@@ -119,8 +119,8 @@ class Committer:
         self._gathers, self._pinned = gathers, pinned
 
     def commit(self, job: StepJob) -> StepOutcome:
-        """Commit a step if the parts of all nodes are stored, and mark its slots. Unpins them. Never raises:
-        failure is an outcome; GATHERING if this node must write its part again."""
+        """Commit a step if the parts of all nodes are stored, and mark its slots. Never raises: failure is an
+        outcome; GATHERING if this node must write its part again."""
         began = time.monotonic()
         outcome = self._run.tried(lambda: self._commit(job), job)
         if outcome.state is JobState.COMMITTED:
@@ -128,7 +128,7 @@ class Committer:
             for each in [each for each in job.members() if each.take()]:
                 each.slot.set_persisted(each.generation)
             crashpoints.point("commit.marked")
-        job.release()
+            job.release()
         return replace(outcome, seconds=time.monotonic() - began)
 
     def _commit(self, job: StepJob) -> StepOutcome:

@@ -443,10 +443,8 @@ class Queue:
             self._drop(job)
             return
         # Their slots may be unmapped from now on.
-        for each in job.members():
-            if (each.slot.name, each.generation) not in wanted:
-                each.release()
-                del job.snapshots[each.rank]
+        here = [each for each in job.members() if (each.slot.name, each.generation) in wanted]
+        job.snapshots = {each.rank: each for each in here}
 
     def _drop(self, job: StepJob) -> None:
         job.release()
@@ -594,7 +592,6 @@ class Queue:
         the slots in memory with the same snapshots, so that they are not tried again."""
         for member in [each for each in job.members() if each.slot.is_cached]:
             twins = self._twins(member)
-            member.release()
             cache.remove(member.slot.name)
             del job.snapshots[member.rank]
             if twins:

@@ -82,16 +82,15 @@ class Writer:
         self._frozen.forget(ranks)
 
     def write(self, job: StepJob) -> StepOutcome:
-        """Write the part of a step from its snapshots. If it can be committed then, they stay pinned. Never
-        raises: failure is an outcome."""
+        """Write the part of a step from its snapshots, pinned meanwhile. Never raises: failure is an
+        outcome."""
         began = time.monotonic()
         if not all([each.take() for each in job.members()]):
             job.release()
             return StepOutcome(JobState.GONE)
         crashpoints.point("audit.pinned")
         outcome = self._run.tried(lambda: self._write_pinned(job), job)
-        stays_pinned = outcome.state is JobState.COMMITTING and all(each.holds() for each in job.members())
-        if not stays_pinned and not job.release() and outcome.state is not JobState.TORN:
+        if not job.release() and outcome.state is not JobState.TORN:
             outcome = replace(outcome, state=JobState.FAILED, message=PIN_LOST)
         return replace(outcome, seconds=time.monotonic() - began)
 
