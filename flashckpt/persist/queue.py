@@ -195,17 +195,11 @@ class Queue:
     def _begin(self, ready: Iterable[StepJob], order: Callable[[StepJob], Any]) -> None:
         """Begin the first commit and the first write of these jobs. A write begins after a commit in
         progress: it may name the frozen leaves of that step."""
-        by_order = sorted(ready, key=order)
-        commits = [job for job in by_order if job.is_to_commit]
-        if commits and self._committing is None:
-            self._commit(self._first(commits[0]))
-        writes = [job for job in by_order if not job.is_to_commit]
-        if writes and self._committing is None and not self._writes.busy:
-            first = self._first(writes[0])
-            if first.is_to_commit:
-                self._commit(first)
-            else:
-                self._write(first)
+        for job in sorted(ready, key=lambda job: (not job.is_to_commit, order(job))):
+            if self._committing is None and (job.is_to_commit or not self._writes.busy):
+                first = self._first(job)
+                begin = self._commit if first.is_to_commit else self._write
+                begin(first)
 
     def _first(self, chosen: StepJob) -> StepJob:
         """The job that is tried before this one: an older one that has failed is tried once more, since it
