@@ -22,7 +22,7 @@ from flashckpt.commit import attempts, lineage
 from flashckpt.commit.choice import Offer, Place, RankOffers
 from flashckpt.commit.commit_step import folder_of
 from flashckpt.commit.needed import needed_slots
-from flashckpt.commit.steps import is_whole
+from flashckpt.commit.steps import is_whole, missing_ranks
 from flashckpt.commit.view import HOME, View, check_writable, open_run, writers_in
 from flashckpt.errors import DamagedError, FlashckptError, UnusableRunError
 from flashckpt.format.catalogue import CATALOGUE
@@ -35,7 +35,7 @@ from flashckpt.memory.held_regions import HeldRegion, Regions
 from flashckpt.memory.region import CACHE, rank_of
 from flashckpt.memory.slot import Sealed, Slot
 from flashckpt.options import user_path
-from flashckpt.persist.audit import Torn, check_header, differing
+from flashckpt.persist.audit import Torn, check_header, differing, discard
 from flashckpt.persist.committer import Committer, KnownRun
 from flashckpt.persist.job import (
     JobState,
@@ -89,7 +89,8 @@ def recover(
     watcher = watcher or Watcher()
     run = _opened(store, dry_run=dry_run)
     watcher.stage("looking")
-    with (view if dry_run else hold)(store, run) as held, closing(Ledger(store)) as ledger:
+    stands = (lambda: False) if dry_run else None
+    with (view if dry_run else hold)(store, run) as held, closing(Ledger(store, stands=stands)) as ledger:
         _rebuild_if_older(held, run)
         keeper, status = _ask_keeper(held, watcher)
         # The keeper has the snapshots, and saves them itself. A dry run finds out what it would save.
@@ -117,8 +118,7 @@ def recover(
                 resume_problem=problem,
                 unseen=node.unseen,
             )
-        if not held.is_view:
-            ledger.add(None, Event.RECOVER, resume=found and found.step, problem=problem or None)
+        ledger.add(None, Event.RECOVER, resume=found and found.step, problem=problem or None)
     return report
 
 
@@ -149,8 +149,6 @@ def _saved(
     parts = commit_whole(held.store, dry_run=held.is_view)
     if status is not None:
         node.report(status)
-    elif held.is_view:
-        node.judge()
     else:
         node.save()
     watcher.stage("committing")
@@ -240,8 +238,8 @@ class _NodeSnapshots:
         run = KnownRun(self._store)
         self._queue = Queue(
             self._regions,
-            Writer(run, nonce, guard=held.guard),
-            Committer(run, guard=held.guard, gathers=True),
+            (_Auditor if held.is_view else Writer)(run, nonce, guard=held.guard),
+            (_Outlook if held.is_view else Committer)(run, guard=held.guard, gathers=True),
             self._wake,
             ledger,
             notify=self._note_outcome,
@@ -316,7 +314,8 @@ class _NodeSnapshots:
     # ---- running the queue
 
     def save(self) -> None:
-        """Persist and commit the snapshots that are needed. Afterwards `findings` has a row for each."""
+        """Persist and commit the snapshots that are needed; a dry run finds out what would become of them.
+        Afterwards `findings` has a row for each."""
         self._regions.reclaim()
         self._list()
         for rank in sorted({held.slot.rank for held in (*self._regions.slots(), *self._regions.cached())}):
@@ -334,34 +333,6 @@ class _NodeSnapshots:
         for name, found in self._snapshots.items():
             if found.outcome is Fate.KEPT and not found.detail and found.attempt in self.unsaved:
                 self._note(name, Fate.KEPT, "a newer one could not be saved")
-
-    def judge(self) -> None:
-        """For a dry run: find out what `save` would save, and whether its bytes are those of its boundary."""
-        self._regions.reclaim()
-        view, here, judged = View.of(self._store), self._list(), set[str]()
-        asked = {name for name, each in here.items() if each.slot.wants_home(each.generation)}
-        while left := (asked | self._needed()) - judged:  # an older one may be needed where one is torn
-            judged |= left
-            for name in left:
-                if self._snapshots[name].outcome is Fate.KEPT:
-                    self._note(name, *self._judged(view, here[name]))
-        torn = {each.id: rank_of(name) for name, each in self._snapshots.items() if each.outcome is Fate.TORN}
-        for name, each in self._snapshots.items():
-            if each.outcome is Fate.SOUND and each.id in torn:
-                self._note(name, Fate.KEPT, f"what rank {torn[each.id]} has of it is torn")
-
-    def _judged(self, view: View, sealed: Sealed) -> tuple[Fate, str]:
-        try:
-            folder_of(view, sealed.id)
-        except FlashckptError as error:
-            return Fate.KEPT, str(error)
-        wrong, frozen = (", ".join(each[:_SHOWN]) for each in self._wrong_leaves(sealed))
-        if wrong:
-            return Fate.TORN, f"not the bytes of its boundary: {wrong}"
-        if frozen:
-            why = f"frozen leaves in memory are missing or differ ({frozen})"
-            return Fate.KEPT, f"{why}: it is saved if their file at rest is whole"
-        return Fate.SOUND, ""
 
     def _world_of(self, attempt: AttemptName) -> int | None:
         with contextlib.suppress(DamagedError):
@@ -409,6 +380,8 @@ class _NodeSnapshots:
 
     def _note_outcome(self, job: StepJob, outcome: StepOutcome) -> None:
         fate, detail = _fate_of(outcome)
+        if self._hold.is_view:
+            fate = {Fate.COMMITTED: Fate.SOUND, Fate.FAILED: Fate.KEPT}.get(fate, fate)
         if outcome.state is JobState.PART_WRITTEN:
             self._waiting.add(job.attempt)
         for name in (name for each in job.members() for name in self._copies(each.slot.name)):
@@ -531,11 +504,16 @@ class _NodeSnapshots:
             place = first.places(row)[0]
             wrong = set[tuple[str, int]]()
             if place in (Place.MEMORY, Place.CACHE):
-                wrong = {each.key for each in held[first.id] if any(self._wrong_leaves(each))}
+                wrong = {each.key for each in held[first.id] if any(_wrong_leaves(self._snapshot(each)))}
             if not wrong:
                 found = Resume(step=first.step, attempt=first.id.attempt, tier=_TIERS[place])
                 return found, ""
             torn |= wrong
+
+    def _snapshot(self, sealed: Sealed) -> SealedSnapshot:
+        region = self._regions.constants_named_by(sealed)
+        regions: tuple[Slot, ...] = () if region is None else (region,)
+        return SealedSnapshot(sealed.slot, sealed.generation, 0, regions)
 
     def _offers(
         self, torn: Collection[tuple[str, int]]
@@ -561,20 +539,53 @@ class _NodeSnapshots:
             offers.append(Offer(id=id, step=step, place=place, problem=problem))
         return {id: [sealed for _, sealed in of.values()] for id, of in copies.items()}, offers
 
-    def _wrong_leaves(self, sealed: Sealed) -> tuple[list[str], list[str]]:
-        """The leaves of a snapshot whose bytes are not those of its boundary, and the frozen ones."""
-        region = self._regions.constants_named_by(sealed)
-        regions: tuple[Slot, ...] = () if region is None else (region,)
-        snapshot = SealedSnapshot(sealed.slot, sealed.generation, 0, regions)
+
+class _Auditor(Writer):
+    """Of a dry run: finds out what would become of a step, and writes nothing."""
+
+    def write(self, job: StepJob) -> StepOutcome:
+        """The outcome of a try, if storage takes the bytes."""
+        view = View.of(self._store)
         try:
-            metadata = sealed.slot.metadata(sealed)
-            check_header(sealed.slot, metadata.layout)
-            wrong = differing(metadata, snapshot.sources(metadata))
-        except (DamagedError, Torn, OSError) as error:
-            return [str(error)], []
-        names = [metadata.leaves[index].name for index in wrong]
-        count = sum(index < metadata.image.first_constant for index in wrong)
-        return names[:count], names[count:]
+            folder = folder_of(view, job.id)
+            missing = {*missing_ranks(self._store, folder, job.node.world or 1)}.difference(job.node.ranks)
+        except FlashckptError as error:
+            return StepOutcome(JobState.SUPERSEDED, message=str(error))
+        for each in job.members():
+            wrong, frozen = _wrong_leaves(each)
+            if wrong:
+                return discard(each.slot, each.slot.state(), Torn("", tuple(enumerate(wrong))))
+            if frozen:
+                why = f"frozen leaves in memory are missing or differ ({', '.join(frozen[:_SHOWN])})"
+                why += ": it is saved if their file at rest is whole"
+                return StepOutcome(JobState.FAILED, message=why, lacks_region=True)
+        if missing and not view.catalogue.has(job.id):
+            why = "its part would be saved; those of other ranks are missing"
+            return StepOutcome(JobState.PART_WRITTEN, message=why)
+        return StepOutcome(JobState.COMMITTED)
+
+
+class _Outlook(Committer):
+    """Of a dry run: is asked only for steps that not all ranks of this node have."""
+
+    def commit(self, job: StepJob) -> StepOutcome:
+        return StepOutcome(JobState.SUPERSEDED, message=job.lacks)
+
+
+def _wrong_leaves(snapshot: SealedSnapshot) -> tuple[list[str], list[str]]:
+    """The leaves of a snapshot whose bytes are not those of its boundary, and the frozen ones."""
+    slot = snapshot.slot
+    try:
+        if (sealed := slot.sealed()) is None:
+            return ["it was overwritten"], []
+        metadata = slot.metadata(sealed)
+        check_header(slot, metadata.layout)
+        wrong = differing(metadata, snapshot.sources(metadata))
+    except (DamagedError, Torn, OSError) as error:
+        return [str(error)], []
+    names = [metadata.leaves[index].name for index in wrong]
+    count = sum(index < metadata.image.first_constant for index in wrong)
+    return names[:count], names[count:]
 
 
 def _row(sealed: Sealed, outcome: Fate) -> Finding:

@@ -62,7 +62,9 @@ def test_each_node_saves_its_part_and_the_last_one_commits(
     first = died(store, runtime, (0, 1), 4)
     second = died(store, other_node, (2, 3), 4, first.attempt)
     before = regions_of(first.folder)
+    said = recovered(run, dry_run=True)
     report = recovered(run)
+    assert rows(said) == rows(report), "it says the same of older memory, too"
     assert {row for row in rows(report) if row[2] == 5} == {("snapshot", "kept", 5)}
     assert not report.failed
     assert report.unseen == (2, 3)
