@@ -146,7 +146,7 @@ def _saved(
     findings about parts, those about steps, and those about garbage."""
     # Before memory is saved: it may need the room, and a newer step must not overtake a whole one.
     orphans = {each.place: each for each in clear_garbage(held, ledger)}
-    parts = commit_whole(held.store, dry_run=held.is_view)
+    parts = commit_whole(held.store, dry_run=held.is_view, read=read)
     if status is not None:
         node.report(status)
     else:

@@ -10,17 +10,16 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from flashckpt.catalogue.changes import Spared, clear, spared, visible
-from flashckpt.catalogue.home import checkpoint_of
 from flashckpt.catalogue.requests import Stores
 from flashckpt.commit import lineage
 from flashckpt.commit.attempts import settle
 from flashckpt.commit.commit_step import collect, retain, retained
-from flashckpt.commit.steps import is_whole, whole_or_why
+from flashckpt.commit.steps import StepRecord, is_whole, step_of, whole_or_why
 from flashckpt.commit.tidying import temporary_files
-from flashckpt.commit.verification import Row, verify
+from flashckpt.commit.verification import Row, verify, verify_file
 from flashckpt.commit.view import HOME, View, check_writable, folders_in, name_of, open_run
 from flashckpt.errors import DamagedError, DivergedError
-from flashckpt.format.catalogue import FROZEN_PREFIX, Checkpoint
+from flashckpt.format.catalogue import FROZEN_PREFIX
 from flashckpt.format.manifest import Manifest
 from flashckpt.format.names import CommitName
 from flashckpt.options import Keep
@@ -48,30 +47,43 @@ class Examined:
         self.findings.append(found)
 
 
-def commit_whole(store: Store, *, dry_run: bool) -> list[Finding]:
-    """Commit the whole snapshots that the newest attempt has left. Returns a finding for each, newest
-    first."""
-    before, fate = View.of(store), Fate.SOUND if dry_run else Fate.COMMITTED
+def commit_whole(store: Store, *, dry_run: bool, read: bool) -> list[Finding]:
+    """Commit the whole snapshots that the newest attempt has left. A dry run verifies them instead if `read`.
+    Returns a finding for each, newest first."""
+    before = View.of(store)
+    if dry_run:
+        return [*_whole(before, read=read)][::-1]
     try:
-        made = _whole(before) if dry_run else settle(before).view.catalogue.checkpoints
+        made = settle(before).view.catalogue.checkpoints
     except OSError as error:
         left = before.pending()[::-1]
         return [Finding(Kind.PARTS, Fate.FAILED, each.path, each.id, detail=str(error)) for each in left]
     return [
-        Finding(Kind.PARTS, fate, each.folder.path, each.id, each.step, each.num_bytes)
+        Finding(Kind.PARTS, Fate.COMMITTED, each.folder.path, each.id, each.step, each.num_bytes)
         for each in made[::-1]
         if not before.catalogue.has(each.id)
     ]
 
 
-def _whole(view: View) -> list[Checkpoint]:
-    """The whole snapshots that the newest attempt has left."""
-    found = []
+def _whole(view: View, *, read: bool) -> Iterator[Finding]:
+    """The whole snapshots that the newest attempt has left. One that `verify` would find damaged would be
+    committed, and marked."""
     for folder in view.pending():
         with suppress(DamagedError, DivergedError):
             manifest = Stores({HOME.store: view.store}).run(HOME.gather(folder))
-            found += [checkpoint_of(manifest)] if isinstance(manifest, Manifest) else []
-    return found
+            if isinstance(manifest, Manifest):
+                about = folder.path, folder.id, manifest.step, manifest.num_bytes
+                wrong = [*_wrong_files(step_of(view.store, manifest))] if read else []
+                fate, why = Fate.QUARANTINED if wrong else Fate.SOUND, "; ".join(wrong[:_SHOWN])
+                yield Finding(Kind.PARTS, fate, *about, why, damage=bool(wrong))
+
+
+def _wrong_files(record: StepRecord) -> Iterator[str]:
+    for rank in record.parts.ranks:
+        for path, contents in record.files(rank):
+            status, detail = verify_file(record.store, path, contents)
+            if status not in ("ok", "unreadable"):
+                yield f"{path.rpartition('/')[2]} is {status}: {detail}"
 
 
 def examine(store: Store, watcher: Watcher, *, read: bool) -> Examined:

@@ -74,6 +74,9 @@ def test_parts_with_a_damaged_shard_are_not_resumed(store: LocalStore, run: Path
     publish(store, 3, attempt)
     flip(shard_of(run, 2, attempt), 4200)
     flip(part_file_of(run, 3, attempt), 60)
+    said = recovered(run, dry_run=True)
+    assert rows(said) == [("parts", "quarantined", 2)]
+    assert "not the bytes that were captured" in said.findings[0].detail
     report = recovered(run)
     assert rows(report) == [("parts", "committed", 2), ("step", "quarantined", 2)]
     assert report.damaged
