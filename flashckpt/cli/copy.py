@@ -69,7 +69,7 @@ def copy(
 
     The command verifies every byte, and commits a step in the target after all its files have arrived. It
     sends no step that the target has, and sends an interrupted step again. Ends with 1 if a step here is
-    damaged.
+    damaged, or one there is not whole.
     """
     from flashckpt.recovery.node import refuse_if_trained
     from flashckpt.replication.run_copy import copy_run

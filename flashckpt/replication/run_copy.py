@@ -112,8 +112,8 @@ class StepCopier:
         """Commit a step of the source in the target, which is the same run.
 
         Raises, and commits nothing: NoSuchStepError if the source does not have the step, DamagedError if its
-        bytes are not those of its records, RunError if the target has other files in its place or has been
-        trained by itself.
+        bytes are not those of its records, or if the step in the target is not whole and nothing is repaired;
+        RunError if the target has other files in its place or has been trained by itself.
         """
         self._sent_bytes = 0
         here, there = View.of(self._source), View.of(self._target)
@@ -123,11 +123,26 @@ class StepCopier:
             manifest = read_checkpoint(self._source, checkpoint)
             if target is None:
                 outcome, dropped = self._copied(here, checkpoint, manifest, there)
-            elif not self._repairs and not isinstance(whole_or_why(self._target, target), str):
+            elif self._repairs:
+                outcome = self._mended(name, manifest, there, target)
+            elif isinstance(why := whole_or_why(self._target, target), str):
+                raise DamagedError(
+                    f"{self._target.url} has step {name.step}, which is not whole there: {why}. Nothing was "
+                    f"changed. `flashckpt copy {self._source.url} {self._target.url} --step {name} --repair` "
+                    "reads what is there, and sends again what is damaged or missing.",
+                    step=name.step,
+                    path=self._target.url,
+                )
+            else:
                 _native.fetch_add(self._progress, manifest.leaf_bytes)
                 outcome = Outcome.THERE
-            else:
-                outcome = self._mended(name, manifest, there, target)
+        except FileExistsError as error:
+            raise RunError(
+                f"{self._target.url}: another copy repairs step {name.step} there at this moment, and has "
+                f"written {error.filename}. What it has repaired stays. Run this again when it has ended.",
+                step=name.step,
+                path=self._target.url,
+            ) from error
         except (DamagedError, FileNotFoundError):
             committed(View.of(self._source), name)  # NoSuchStepError if retention has deleted it meanwhile
             raise
@@ -188,26 +203,23 @@ class StepCopier:
     # ---- a checkpoint that the target has
 
     def _mended(self, name: CommitName, manifest: Manifest, there: View, target: Checkpoint) -> Outcome:
-        """Send the files of a checkpoint that the target lacks or, when repairing, has damaged."""
+        """Send the files of a checkpoint that the target lacks or has damaged."""
         record = step_of(self._source, manifest).check()
         files = _Files(record)
         made = self._as_there(manifest, files, there, target)
         places, lengths = made.places(), made.paths()
         missing = set(missing_of(self._target, made))
         # First: it is made anew from the lengths of compressed files that are there.
-        changed = self._mend_small(target.manifest_path, made.to_bytes(), name)
+        changed = self._mend_small(target.manifest_path, made.to_bytes())
         for place, row in enumerate(made.parts):
-            changed |= self._mend_small(f"{made.folder.path}/{row.name}", record.part_bytes(place), name)
+            changed |= self._mend_small(f"{made.folder.path}/{row.name}", record.part_bytes(place))
         for path, contents in files.contents.items():
             there_path = places[contents.shard.file]
             if there_path not in missing and self._is_sound(there_path, contents):
                 _native.fetch_add(self._progress, contents.shard.num_bytes)
                 continue
-            if not self._repairs and self._target.exists(there_path):
-                raise self._is_not_whole(there_path, name)
             with self._image(path, contents, name.step) as image:
-                if self._repairs:
-                    self._target.remove(there_path)  # the source is whole
+                self._remove(there_path)  # the source is whole
                 found = self._write(path, there_path, contents, image, name.step)
             if found != lengths[there_path]:
                 raise RunError(
@@ -219,11 +231,8 @@ class StepCopier:
                     path=there_path,
                 )
             changed = True
-        if self._repairs:
-            Stores({HOME.store: self._target}).run(HOME.update(partial(clear, checkpoint=target)))
-        if not changed:
-            return Outcome.THERE
-        return Outcome.REPAIRED if self._repairs else Outcome.COPIED
+        Stores({HOME.store: self._target}).run(HOME.update(partial(clear, checkpoint=target)))
+        return Outcome.REPAIRED if changed else Outcome.THERE
 
     def _as_there(self, manifest: Manifest, files: _Files, there: View, target: Checkpoint) -> Manifest:
         """The manifest of a checkpoint in the target; made anew from that of the source if it is damaged."""
@@ -256,17 +265,19 @@ class StepCopier:
             raise self._is_other(target.manifest_path, manifest.step)
         return made
 
-    def _mend_small(self, path: str, data: bytes, name: CommitName) -> bool:
-        """Write a part or a manifest that is missing in the target, or, when repairing, another there."""
-        with suppress(FileNotFoundError):
-            with suppress(DamagedError):  # it is longer
-                if self._target.read(path, len(data)) == data:
-                    return False
-            if not self._repairs:
-                raise self._is_not_whole(path, name)
-            self._target.remove(path)
+    def _mend_small(self, path: str, data: bytes) -> bool:
+        """Write a part or a manifest, unless it is in the target. Returns whether it was written."""
+        with suppress(FileNotFoundError, DamagedError):  # DamagedError: it is longer
+            if self._target.read(path, len(data)) == data:
+                return False
+        self._remove(path)
         write_once(self._target, path, data)
         return True
+
+    def _remove(self, path: str) -> None:
+        """Remove a file, which needs the right to delete only if the file exists."""
+        if self._target.exists(path):
+            self._target.remove(path)
 
     def _is_sound(self, path: str, contents: Contents) -> bool:
         """Whether every byte of a file in the target is the recorded one. OSError if it cannot be read."""
@@ -324,15 +335,6 @@ class StepCopier:
             os.close(descriptor)
 
     # ---- errors
-
-    def _is_not_whole(self, path: str, name: CommitName) -> RunError:
-        return RunError(
-            f"{self._target.url}/{path} is damaged, and that file was not touched. `flashckpt copy "
-            f"{self._source.url} {self._target.url} --step {name} --repair` reads what is there, and sends "
-            "again what is damaged.",
-            step=name.step,
-            path=path,
-        )
 
     def _is_other(self, path: str, step: int) -> RunError:
         return RunError(

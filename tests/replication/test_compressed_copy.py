@@ -129,7 +129,7 @@ def test_beside_a_copier_that_does_not_compress(source: Store, target: Store, tm
     add(source, 30, attempt)
     copy_run(source, target, 30)
     target.remove(read_step(target, name_of(30, attempt)).shard_path(0))
-    StepCopier(source, target, compress="zstd").copy(name_of(30, attempt))
+    StepCopier(source, target, compress="zstd", repairs=True).copy(name_of(30, attempt))
     shards = read_step(target, name_of(20, attempt)).manifest.shards
     assert all(each.name.endswith(".zst") for each in shards)
     shards = read_step(target, name_of(30, attempt)).manifest.shards
@@ -217,7 +217,7 @@ def test_what_was_lost_is_sent_again_without_the_right_to_delete(
         raise PermissionError(errno.EACCES, "no right to delete")
 
     monkeypatch.setattr(target, "remove", refused)
-    assert [each.outcome for each in copy_run(source, target, 10).steps] == [Outcome.COPIED]
+    assert [each.outcome for each in copy_run(source, target, 10, repairs=True).steps] == [Outcome.REPAIRED]
     assert verify(target).ok
 
 

@@ -25,6 +25,7 @@ from tests.replication.copied import (
     made,
     of_step,
     once_at,
+    opened,
     visible,
     watch,
 )
@@ -55,7 +56,7 @@ def test_what_is_damaged_in_the_target_is_sent_again(
     path = damaged(tmp_path / "target", name_of(10, attempt), harm)
     lineage.quarantine(target, name_of(10, attempt), "there", "read wrongly")
     found = path.read_bytes()
-    with suppress(DamagedError, RunError):
+    with suppress(DamagedError):
         StepCopier(source, target).copy(name_of(10, attempt))
     assert path.read_bytes() == found, "nobody asked for it"
 
@@ -106,12 +107,29 @@ def test_a_repair_makes_each_part_that_of_the_source(near: tuple[Store, Store], 
     [part] = (each for each in (tmp_path / "target").rglob("*") if "node-00001" in unquote(str(each)))
     whole = Part.from_bytes(part.read_bytes(), "part")
     part.write_bytes(replace(whole, environment={"torch": "another"}).to_bytes())
-    before = files(tmp_path / "target")
-    with pytest.raises(RunError, match=r"that file was not touched.*--repair"):
-        StepCopier(source, target).copy(name_of(10, attempt))
-    assert files(tmp_path / "target") == before
     assert StepCopier(source, target, repairs=True).copy(name_of(10, attempt)).outcome is Outcome.REPAIRED
     assert of_step(tmp_path / "target") == of_step(tmp_path / "source")
+
+
+def test_of_two_repairs_of_one_file_the_slower_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = (opened("local", tmp_path / name) for name in ("source", "target"))
+    attempt = made(source, [10])
+    copy_run(source, target)
+    damaged(tmp_path / "target", name_of(10, attempt), "rank-00001 flipped")
+    remove = target.remove
+
+    def removed(path: str) -> None:
+        monkeypatch.undo()
+        remove(path)
+        StepCopier(source, target, repairs=True).copy(name_of(10, attempt))
+
+    monkeypatch.setattr(target, "remove", removed)
+    with pytest.raises(RunError, match="another copy repairs step 10 there at this moment"):
+        StepCopier(source, target, repairs=True).copy(name_of(10, attempt))
+    assert of_step(tmp_path / "target") == of_step(tmp_path / "source")
+    assert verify(target).ok
 
 
 @pytest.mark.parametrize("point", ["copy.written", "manifest.creating"])

@@ -23,7 +23,6 @@ from tests.recovery.test_at_rest import Failing
 from tests.replication.copied import (
     add,
     delete,
-    file_of,
     files,
     flipped,
     has_name,
@@ -203,27 +202,6 @@ def test_a_damaged_source_is_told_and_not_published(
     assert verify(target).ok
 
 
-def test_a_file_in_the_target_is_trusted_only_if_it_is_whole(
-    near: tuple[Store, Store], tmp_path: Path
-) -> None:
-    source, target = near
-    attempt = made(source, [10])
-    name = name_of(10, attempt)
-    mirrored(source, target).copy(name)
-    path, lost = (file_of(tmp_path / "target", name.id, each) for each in ("rank-00000", "rank-00001"))
-    whole = path.read_bytes()
-    lost.unlink()
-    path.write_bytes(flipped(whole))
-    with pytest.raises(RunError, match="is damaged.*--step 10@.*:10 --repair` reads what is there"):
-        StepCopier(source, target).copy(name)
-    assert path.read_bytes() == flipped(whole), "it may be another's"
-    path.write_bytes(whole)
-    done = StepCopier(source, target).copy(name)
-    assert done.outcome is Outcome.COPIED
-    assert 0 < done.sent_bytes < done.num_bytes
-    assert verify(target).ok
-
-
 def test_a_disk_that_gives_no_bytes_is_no_damage(tmp_path: Path) -> None:
     source, target = (LocalStore(str(tmp_path / name)) for name in ("source", "target"))
     folder = folder_of(source, name_of(10, made(source, [10])).id)
@@ -303,7 +281,7 @@ def test_a_step_that_is_deleted_meanwhile(
 
 
 @pytest.mark.parametrize("file", ["rank-00001", "frozen-", "node-00000", "manifest-", "data/"])
-def test_files_that_the_target_has_lost_are_sent_again(
+def test_what_the_target_has_lost_is_named_and_a_repair_sends_it_again(
     near: tuple[Store, Store], tmp_path: Path, file: str
 ) -> None:
     source, target = near
@@ -312,8 +290,12 @@ def test_files_that_the_target_has_lost_are_sent_again(
     for each in list((tmp_path / "target").rglob("*")):
         if has_name(each, file):
             each.unlink()
-    done: Copied = StepCopier(source, target).copy(name_of(10, attempt))
-    assert done.outcome is Outcome.COPIED
+    before = files(tmp_path / "target")
+    with pytest.raises(DamagedError, match="not whole there: .*--step 10@.*:10 --repair` reads"):
+        StepCopier(source, target).copy(name_of(10, attempt))
+    assert files(tmp_path / "target") == before
+    done: Copied = StepCopier(source, target, repairs=True).copy(name_of(10, attempt))
+    assert done.outcome is Outcome.REPAIRED
     assert done.sent_bytes < done.num_bytes or file == "data/"
     assert of_step(tmp_path / "target") == of_step(tmp_path / "source")
     assert verify(target).ok
