@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from flashckpt.commit.attempts import Probe, check_not_held, ending, local_owner
 from flashckpt.commit.view import View, open_run
-from flashckpt.errors import DamagedError, RunHeldError
+from flashckpt.errors import RunHeldError
 from flashckpt.format.names import AttemptName
 from flashckpt.format.owner import Owner
 from flashckpt.keeper.node_keepers import living_trainers
@@ -67,10 +67,12 @@ def refuse_if_held(store: Store, runtime: RuntimeFolder | None) -> None:
     """RunHeldError, with process and attempt, while a job trains the run. May take some seconds if its last
     trainer was on another node: its counter is watched."""
     for lock, pid in living_trainers(runtime) if runtime is not None else ():
+        view = View.of(store)
+        theirs = view.catalogue.owner
+        of = view.attempt if theirs is not None and theirs.lock == lock else "(not begun yet)"
         raise RunHeldError(
-            f"{store.url} is held: attempt {_begun_with(store, lock) or '(not begun yet)'} is trained by "
-            f"process {pid or '(of another container)'} on this machine. Nothing was changed. Its own keeper "
-            "saves what is in memory. Stop that job first.",
+            f"{store.url} is held: attempt {of} is trained by process {pid or '(of another container)'} on "
+            "this machine. Nothing was changed. Its own keeper saves what is in memory. Stop that job first.",
             path=store.url,
         )
     check_not_held(store, *_probe(runtime))
@@ -189,12 +191,3 @@ def _entered(store: Store, run: View) -> tuple[RuntimeFolder, LifeLock]:
 
 def _identity(store: Store, run: View) -> str:
     return identity_of(run.run_id, store.place())
-
-
-def _begun_with(store: Store, lock: str) -> AttemptName | None:
-    """The newest attempt, if its owner has this lock."""
-    with contextlib.suppress(DamagedError):
-        view = View.of(store)
-        if view.catalogue.owner is not None and view.catalogue.owner.lock == lock:
-            return view.attempt
-    return None

@@ -249,7 +249,6 @@ class _NodeSnapshots:
         )
         self._snapshots: dict[str, Finding] = {}
         self._sealed_in: dict[str, Sealed] = {}
-        self._unreadable: list[Finding] = []
         self._waiting: set[AttemptName] = set()
         self._cache: CacheFolder | None = None
         self._unread_files: set[str] = set()
@@ -259,26 +258,22 @@ class _NodeSnapshots:
         """Find the snapshots. KeeperError if another process uses the run's folder in `cache`."""
         self._regions.adopt_named()
         for name, why in self._regions.not_adopted.items():
-            self._note_unreadable(name, Fate.KEPT, why)
+            self._note(name, Fate.KEPT, why, damage=True)
         for path in [] if cache is None else self._open_cache(user_path(cache)):
             name = os.path.basename(path)
             try:
                 slot = open_cached(path, self._runtime.identity)
             except DamagedError as error:
-                self._note_unreadable(name, Fate.TORN, str(error))
+                self._note(name, Fate.TORN, str(error))
             except (FlashckptError, OSError) as error:
                 # The file stays: it may be of another version, or its disk may fail.
                 self._unread_files.add(name)
                 fate = Fate.FAILED if isinstance(error, OSError) else Fate.KEPT
-                self._note_unreadable(name, fate, str(error))
+                self._note(name, fate, str(error), damage=True)
             else:
                 self._regions.put_cached(slot, path)
         ranks = {held.slot.rank for held in self._regions.everything()}
-        self.unseen = self._unseen(ranks | {rank_of(each.place) for each in self._unreadable})
-
-    def _note_unreadable(self, name: str, outcome: Fate, why: str, step: int | None = None) -> None:
-        found = Finding(Kind.SNAPSHOT, outcome, name, step=step, detail=why, damage=True)
-        self._unreadable.append(found)
+        self.unseen = self._unseen(ranks.union(map(rank_of, self._snapshots)))
 
     def _open_cache(self, base: str) -> list[str]:
         """The files of the run in a cache, which is locked unless this is a view."""
@@ -303,7 +298,7 @@ class _NodeSnapshots:
 
     @property
     def findings(self) -> list[Finding]:
-        return [*self._snapshots.values(), *self._unreadable]
+        return [*self._snapshots.values()]
 
     @property
     def unsaved(self) -> set[AttemptName]:
@@ -354,7 +349,8 @@ class _NodeSnapshots:
         self._sealed_in = {held.slot.name: sealed for held, sealed in self._sealed()}
         for name, sealed in self._sealed_in.items():
             outcome = Fate.WAS_COMMITTED if sealed.is_persisted else Fate.KEPT
-            self._snapshots[name] = _row(sealed, outcome)
+            size = sealed.record.image_bytes + sealed.record.constants_bytes
+            self._snapshots[name] = Finding(Kind.SNAPSHOT, outcome, name, sealed.id, sealed.step, size)
         for held in self._regions.slots():
             try:
                 held.slot.sealed()
@@ -376,7 +372,9 @@ class _NodeSnapshots:
             self._note(name, outcome, reasons.get(sealed.step, "the keeper has it"))
         for torn in status.torn:
             why = f"not the bytes of its boundary: {', '.join(torn.leaves[:_SHOWN]) or 'its metadata'}"
-            self._note_unreadable(torn.slot, Fate.TORN, why, torn.step)
+            self._snapshots[torn.slot] = Finding(
+                Kind.SNAPSHOT, Fate.TORN, torn.slot, step=torn.step, detail=why, damage=True
+            )
 
     def _note_outcome(self, job: StepJob, outcome: StepOutcome) -> None:
         fate, detail = _fate_of(outcome)
@@ -393,15 +391,15 @@ class _NodeSnapshots:
     def _copies(self, name: str) -> list[str]:
         """The slot and the one that has the same snapshot, in memory or in the cache."""
         found = self._snapshots.get(name)
-        if found is None:
+        if found is None or found.id is None:
             return [name]
         mine = rank_of(name), found.id
         return [other for other, each in self._snapshots.items() if (rank_of(other), each.id) == mine]
 
-    def _note(self, name: str, outcome: Fate, detail: str = "") -> None:
+    def _note(self, name: str, outcome: Fate, detail: str = "", *, damage: bool = False) -> None:
         found = self._snapshots.get(name, Finding(Kind.SNAPSHOT, outcome, name))
-        is_torn = outcome is Fate.TORN
-        self._snapshots[name] = replace(found, outcome=outcome, detail=detail, damage=is_torn)
+        damage = damage or outcome is Fate.TORN
+        self._snapshots[name] = replace(found, outcome=outcome, detail=detail, damage=damage)
 
     # ---- freeing memory
 
@@ -586,11 +584,6 @@ def _wrong_leaves(snapshot: SealedSnapshot) -> tuple[list[str], list[str]]:
     names = [metadata.leaves[index].name for index in wrong]
     count = sum(index < metadata.image.first_constant for index in wrong)
     return names[:count], names[count:]
-
-
-def _row(sealed: Sealed, outcome: Fate) -> Finding:
-    num_bytes = sealed.record.image_bytes + sealed.record.constants_bytes
-    return Finding(Kind.SNAPSHOT, outcome, sealed.slot.name, sealed.id, sealed.step, num_bytes)
 
 
 def _fate_of(outcome: StepOutcome) -> tuple[Fate, str]:
