@@ -97,9 +97,25 @@ def recover(
         is_keepers = keeper is not None and not held.is_view
         with closing(_NodeSnapshots(held, watcher, ledger, is_keepers=is_keepers)) as node:
             node.adopt(cache)
-            parts, examined, orphans = _saved(held, node, keeper, status, watcher, ledger, read=read)
+            # Before memory is saved: it may need the room, and a newer step must not overtake a whole one.
+            orphans = {each.place: each for each in clear_garbage(held, ledger)}
+            parts = commit_whole(store, dry_run=dry_run, read=read)
+            if status is not None:
+                node.report(status)
+            else:
+                node.save()
+            watcher.stage("committing")
+            held.guard()
+            watcher.stage("verifying")
+            examined = examine(store, watcher, read=read)
+            if not dry_run:
+                held.guard()
+                quarantine(store, examined, ledger)
+                if keeper is None:
+                    _note_death(held, node.unsaved, ledger)
+                watcher.stage("clearing")
+                orphans |= {each.place: each for each in clear_garbage(held, ledger)}
             if not is_keepers:
-                watcher.stage("letting go")
                 node.let_go(examined)
             watcher.stage("resume")
             found, problem = node.resume(examined.damaged, remote)
@@ -108,10 +124,10 @@ def recover(
             report = RecoveryReport(
                 run=store.url,
                 run_id=run.run_id,
-                dry_run=held.is_view,
+                dry_run=dry_run,
                 verified=read,
                 keeper=keeper,
-                findings=(*node.findings, *parts, *examined.findings, *orphans),
+                findings=(*node.findings, *parts, *examined.findings, *orphans.values()),
                 whole=len(examined.whole),
                 num_bytes=examined.num_bytes,
                 resume=found,
@@ -130,40 +146,6 @@ def _rebuild_if_older(held: Hold, run: View) -> None:
         return
     held.guard()
     held.newest = _rebuilt(held.store, run).attempt
-
-
-def _saved(
-    held: Hold,
-    node: _NodeSnapshots,
-    keeper: int | None,
-    status: Status | None,
-    watcher: Watcher,
-    ledger: Ledger,
-    *,
-    read: bool,
-) -> tuple[Collection[Finding], Examined, Collection[Finding]]:
-    """Save what is in memory, commit what is whole at rest, verify the steps and clear garbage. Return the
-    findings about parts, those about steps, and those about garbage."""
-    # Before memory is saved: it may need the room, and a newer step must not overtake a whole one.
-    orphans = {each.place: each for each in clear_garbage(held, ledger)}
-    parts = commit_whole(held.store, dry_run=held.is_view, read=read)
-    if status is not None:
-        node.report(status)
-    else:
-        node.save()
-    watcher.stage("committing")
-    held.guard()
-    watcher.stage("verifying")
-    examined = examine(held.store, watcher, read=read)
-    if not held.is_view:
-        watcher.stage("quarantining")
-        held.guard()
-        quarantine(held.store, examined, ledger)
-        if keeper is None:
-            _note_death(held, node.unsaved, ledger)
-        watcher.stage("clearing")
-        orphans |= {each.place: each for each in clear_garbage(held, ledger)}
-    return parts, examined, orphans.values()
 
 
 def _opened(store: Store, *, dry_run: bool) -> View:

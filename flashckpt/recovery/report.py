@@ -139,8 +139,7 @@ class Watcher:
     """Receives the progress of a recovery, in its thread. This class ignores it."""
 
     def stage(self, name: str) -> None:
-        """A stage begins: "looking", "draining", "committing", "verifying", "quarantining", "clearing",
-        "letting go", "resume"."""
+        """A stage begins: "looking", "draining", "committing", "verifying", "clearing", "resume"."""
 
     def progress(self, done: int, total: int) -> None:
         """Bytes of this stage."""
