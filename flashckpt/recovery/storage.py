@@ -108,9 +108,8 @@ def quarantine(store: Store, examined: Examined, ledger: Ledger) -> None:
         view = View.of(store)
         for each in view.catalogue.checkpoints:
             if each.id in view.damaged and name_of(each) in examined.whole:
-                with suppress(OSError):
-                    change = partial(clear, checkpoint=each)
-                    Stores({HOME.store: store}).run(HOME.update(change, view.catalogue))
+                change = partial(clear, checkpoint=each)
+                Stores({HOME.store: store}).run(HOME.update(change, view.catalogue))
     for index, found in enumerate(examined.findings):
         if found.outcome is not Fate.QUARANTINED or found.step is None or found.id is None:
             continue

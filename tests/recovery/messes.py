@@ -44,12 +44,12 @@ def left_branch(run: Path, runtime: Path) -> Crash:
     return crash
 
 
-def overtaken_branch(run: Path, runtime: Path) -> None:
+def overtaken_branch(run: Path, runtime: Path) -> Crash:
     """The branch has a sealed step of its own, committed nowhere yet."""
     first = left_branch(run, runtime)
     second = Crash(run, runtime, parent=first.attempt, step=1, kib=64).slots()
     second.seal(2, 3)
-    second.both_killed()
+    return second.both_killed()
 
 
 def asked_for(run: Path, runtime: Path) -> None:

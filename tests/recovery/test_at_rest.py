@@ -5,9 +5,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from flashckpt.commit.lineage import branch, damage
+from flashckpt.commit.lineage import damage
 from flashckpt.commit.view import View
-from flashckpt.format.catalogue import CATALOGUE
 from flashckpt.format.names import AttemptName
 from flashckpt.recovery.recover import recover
 from flashckpt.recovery.report import Kind
@@ -50,21 +49,6 @@ def test_parts_of_several_keepers(store: LocalStore, run: Path) -> None:
     assert resume(report) == (3, str(attempt), "local")
     assert part_file_of(run, 4, attempt).exists()
     assert not folder_of(run, 2, attempt).exists(), "a newer step has overtaken it"
-
-
-def test_parts_of_a_branch_that_was_left_are_not_committed(store: LocalStore, run: Path) -> None:
-    attempt = trained(store, 1, 2)
-    publish(store, 3, attempt)
-    late = folder_of(run, 3, attempt)
-    late.rename(run.parent / "late")
-    branch(store, 1)
-    (run.parent / "late").rename(late)  # by a keeper that was late
-    report = recovered(run)
-    assert rows(report) == [("orphans", "removed", None)] * 2
-    assert {each.place.rpartition("/")[0] for each in report.findings} == {str(late.relative_to(run))}
-    assert visible(store) == [1]
-    assert not late.exists()
-    assert resume(report) == (1, str(attempt), "local")
 
 
 def test_parts_with_a_damaged_shard_are_not_resumed(store: LocalStore, run: Path) -> None:
@@ -112,14 +96,6 @@ def test_a_flipped_byte_is_marked_and_the_older_step_is_named(store: LocalStore,
     assert resume(mended) == (2, str(attempt), "local"), "it counts again"
     assert not View.of(store).damaged
     assert rows(recovered(run)) == []
-
-
-def test_a_mark_that_cannot_be_removed_keeps_no_other(store: LocalStore, run: Path) -> None:
-    attempt = trained(store, 1, 2, 3)
-    for step in (1, 2, 3):
-        run_view.mark_damaged(store, name_of(step, attempt), "node7", "a digest differs")
-    recover(RefusesOnce(store.url))
-    assert len(View.of(store).damaged) == 1
 
 
 def test_a_missing_shard_is_named_and_not_marked(store: LocalStore, run: Path) -> None:
@@ -262,18 +238,6 @@ class ReadOnly(System):
 
     def remove(self, name: str, folder: int) -> None:
         self._refuse()
-
-
-class RefusesOnce(LocalStore):
-    """The first version is not created."""
-
-    refused = False
-
-    def create(self, path: str, data: bytes) -> bool:
-        if path.startswith(CATALOGUE) and not self.refused:
-            self.refused = True
-            raise OSError(errno.EREMOTEIO, os.strerror(errno.EREMOTEIO), path)
-        return super().create(path, data)
 
 
 def test_storage_that_cannot_be_written_is_told_thing_by_thing(store: LocalStore, run: Path) -> None:

@@ -3,7 +3,6 @@
 import os
 from pathlib import Path
 
-from flashckpt.commit.lineage import branch
 from flashckpt.commit.needed import needed_slots
 from flashckpt.commit.view import View
 from flashckpt.keeper import node_keepers as keepers
@@ -13,9 +12,10 @@ from tests import run_view
 from tests.commit.runs import name_of
 from tests.events import ledger
 from tests.folders import flip
-from tests.keeper.driver import committed, eventually
+from tests.keeper.driver import committed
 from tests.keeper.test_keeper_deaths import flip_image
 from tests.memory.mounts import fill
+from tests.recovery.messes import left_branch, overtaken_branch
 from tests.recovery.scene import Crash, recovered, regions_of, resume, rows
 
 
@@ -69,21 +69,17 @@ def test_damaged_slots_are_never_persisted_and_harm_nothing_else(run: Path, runt
 
 
 def test_a_branch_that_was_left_never_becomes_visible(tmp_path: Path, runtime: Path) -> None:
-    run, store = tmp_path / "run", open_store(str(tmp_path / "run"))
-    crash = Crash(run, runtime).slots().commit(1, 2)
-    [slot] = crash.seal(7)
-    crash.both_killed()
-    branch(store, 1)
-    before = visible(run)
+    run = tmp_path / "run"
+    crash = left_branch(run, runtime)
+    [slot] = [each.slot.name for each in sealed_in(crash.folder) if each.step == 7]
     report = recovered(run)
     kept = [each for each in report.findings if each.step == 7]
     assert [(each.outcome.value, each.place) for each in kept] == [("kept", slot)]
     assert "has taken over" in kept[0].detail
-    assert visible(run) == before == [(1, crash.attempt)]
+    assert visible(run) == [(1, crash.attempt)]
     assert resume(report) == (1, crash.attempt, "local")
     assert not list(run.glob("data/*/*7")), "not a byte of it is written"
     assert regions_of(crash.folder) == [slot], "it stays until the branch has committed, or it is given up"
-    assert rows(recovered(run), "snapshot") == [("snapshot", "kept", 7)]
 
     other = Crash(tmp_path / "other", runtime).slots().commit(1)
     other.seal(2)
@@ -91,24 +87,16 @@ def test_a_branch_that_was_left_never_becomes_visible(tmp_path: Path, runtime: P
     keepers.end(keepers.find(str(run)), discard=True)
     assert regions_of(crash.folder) == []
     assert len(regions_of(other.folder)) == 3, "no other run's memory, though both have left a folder"
-    assert visible(run) == before
 
 
 def test_what_a_branch_has_overtaken_is_dropped(run: Path, runtime: Path) -> None:
-    first = Crash(run, runtime).slots().commit(1, 2)
-    [left] = first.seal(7)
-    first.both_killed()
-    branch(open_store(str(run)), 1)
-    second = Crash(run, runtime, parent=first.attempt, step=1)
-    eventually(lambda: left in regions_of(second.folder))
-    second.slots()
-    names = second.seal(2)
-    second.both_killed()
+    second = overtaken_branch(run, runtime)
     report = recovered(run)
-    assert ("snapshot", "committed", 2) in rows(report)
-    assert (2, second.attempt) in visible(run)
-    assert all(step <= 2 for step, _ in visible(run))
-    assert regions_of(second.folder) == [], (left, names)
+    assert rows(report, "snapshot")[0] == ("snapshot", "committed", 3)
+    assert ("snapshot", "dropped", 7) in rows(report)
+    assert visible(run)[-1] == (3, second.attempt)
+    assert all(step <= 3 for step, _ in visible(run))
+    assert regions_of(second.folder) == []
 
 
 def test_a_full_disk_loses_nothing(small_disk: Path, runtime: Path) -> None:

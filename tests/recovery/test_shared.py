@@ -6,7 +6,6 @@ from pathlib import Path
 from flashckpt.commit.verification import verify
 from flashckpt.recovery.report import RecoveryReport
 from flashckpt.store import open_store
-from tests.contracts.test_recover_contract import shell
 from tests.events import ledger
 from tests.folders import flip
 from tests.keeper.driver import committed
@@ -96,25 +95,6 @@ def test_without_region_and_shard_it_stays(run: Path, runtime: Path) -> None:
     assert not list(run.glob("data/*/*/*"))
 
 
-def test_a_foreign_file_of_that_name_is_told_and_not_touched(run: Path, runtime: Path) -> None:
-    crash = shared(run, runtime)
-    crash.seal(2)
-    crash.both_killed()
-    foreign = Path(crash.folder.path) / "constants-00000-00000000000000aa"
-    foreign.write_bytes(b"of somebody else" * 1000)
-    foreign.chmod(0o600)
-    before = foreign.read_bytes(), foreign.stat()
-    for how in ({"dry_run": True}, {}):
-        report = recovered(run, **how)
-        [found] = [each for each in report.findings if each.place == foreign.name]
-        assert (found.outcome.value, found.damage) == ("kept", True)
-    assert (foreign.read_bytes(), foreign.stat()) == before
-    assert regions_of(crash.folder) == [foreign.name]
-    assert committed(run) == [2]
-    told = shell("recover", run)
-    assert foreign.name in told.stdout
-
-
 def test_a_region_stays_while_a_slot_cannot_be_opened(run: Path, runtime: Path) -> None:
     """That slot may name the region."""
     crash = shared(run, runtime)
@@ -127,16 +107,4 @@ def test_a_region_stays_while_a_slot_cannot_be_opened(run: Path, runtime: Path) 
     assert region.exists()
     path.chmod(0o600)
     assert rows(recovered(run)) == [("snapshot", "committed", 2)]
-    assert not os.path.exists(crash.folder.path)
-
-
-def test_a_region_that_nobody_filled_goes(run: Path, runtime: Path) -> None:
-    crash = Crash(run, runtime, constants_kib=64)
-    crash.trainer.do("without constants")
-    crash.slots().commit(1)
-    crash.trainer.do("ask region")
-    crash.both_killed()
-    assert len(regions(crash.folder)) == 1
-    said = recovered(run, dry_run=True)
-    assert rows(said) == rows(recovered(run)) == [("snapshot", "was committed", 1)]
     assert not os.path.exists(crash.folder.path)

@@ -18,7 +18,7 @@ from flashckpt.errors import DamagedError, NoSuchStepError, RunError, Superseded
 from flashckpt.replication.run_copy import Copied, Outcome, StepCopier, copy_run, spool
 from flashckpt.store.base import Store
 from flashckpt.store.local import LocalStore, System
-from tests.commit.runs import HOLDER, attempt_at, folder_of, name_of
+from tests.commit.runs import attempt_at, folder_of, name_of
 from tests.recovery.test_at_rest import Failing
 from tests.replication.copied import (
     add,
@@ -38,7 +38,6 @@ from tests.replication.copied import (
 from tests.replication.copied import near as near
 from tests.replication.copied import pair as pair
 from tests.replication.copied import tmp_path as tmp_path
-from tests.run_view import begin_as, next_name
 
 POINTS = [
     "catalogue.created",  # of the session
@@ -246,23 +245,6 @@ def test_a_target_that_fills_up_at_every_write(tmp_path: Path) -> None:
         assert verify(target).ok
         writes += 1
     assert writes > 9
-
-
-def test_a_living_trainer_is_not_superseded(near: tuple[Store, Store]) -> None:
-    source, target = near
-    attempt = made(source, [10])
-    copy_run(source, target)
-    theirs = attempt_at(target, name_of(10, attempt), world=2)
-    newer = next_name(source, above=7)
-    begin_as(View.of(source), newer, name_of(10, attempt).id, 10, world=2, owner=HOLDER)
-    add(source, 20, newer)
-
-    def refuse() -> None:
-        raise RunError("a trainer lives there")
-
-    with pytest.raises(RunError, match="a trainer lives there"):
-        copy_run(source, target, may_supersede=refuse)
-    assert View.of(target).attempt == theirs
 
 
 @pytest.mark.parametrize("point", ["copy.files", "manifest.creating"])
