@@ -127,7 +127,7 @@ def recover(
                 dry_run=dry_run,
                 verified=read,
                 keeper=keeper,
-                findings=(*node.findings, *parts, *examined.findings, *orphans.values()),
+                findings=(*node.snapshots.values(), *parts, *examined.findings, *orphans.values()),
                 whole=len(examined.whole),
                 num_bytes=examined.num_bytes,
                 resume=found,
@@ -208,7 +208,8 @@ def _note_death(held: Hold, unsaved: Collection[AttemptName], ledger: Ledger) ->
 
 class _NodeSnapshots:
     """The snapshots of a run in the named regions of this node and in its folder in a cache, given to the
-    keeper's queue. `is_keepers`: a living keeper has them, and the queue gets none."""
+    keeper's queue. `is_keepers`: a living keeper has them, and the queue gets none. `snapshots`: what was
+    found, by slot. `unseen`: the ranks of the newest attempt with nothing here."""
 
     def __init__(self, held: Hold, watcher: Watcher, ledger: Ledger, *, is_keepers: bool) -> None:
         is_view = held.is_view or is_keepers
@@ -229,7 +230,7 @@ class _NodeSnapshots:
             world_of=self._world_of,
             by="recover",
         )
-        self._snapshots: dict[str, Finding] = {}
+        self.snapshots: dict[str, Finding] = {}
         self._sealed_in: dict[str, Sealed] = {}
         self._waiting: set[AttemptName] = set()
         self._cache: CacheFolder | None = None
@@ -255,7 +256,7 @@ class _NodeSnapshots:
             else:
                 self._regions.put_cached(slot, path)
         ranks = {held.slot.rank for held in self._regions.everything()}
-        self.unseen = self._unseen(ranks.union(map(rank_of, self._snapshots)))
+        self.unseen = self._unseen(ranks.union(map(rank_of, self.snapshots)))
 
     def _open_cache(self, base: str) -> list[str]:
         """The files of the run in a cache, which is locked unless this is a view."""
@@ -279,20 +280,16 @@ class _NodeSnapshots:
         return tuple(rank for rank in range(newest.catalogue.world) if rank not in ranks)
 
     @property
-    def findings(self) -> list[Finding]:
-        return [*self._snapshots.values()]
-
-    @property
     def unsaved(self) -> set[AttemptName]:
         """Attempts with a snapshot that could not be saved, or that is not whole without other nodes."""
-        failed = (each.attempt for each in self._snapshots.values() if each.outcome is Fate.FAILED)
+        failed = (each.attempt for each in self.snapshots.values() if each.outcome is Fate.FAILED)
         return {attempt for attempt in failed if attempt is not None} | self._waiting
 
     # ---- running the queue
 
     def save(self) -> None:
         """Persist and commit the snapshots that are needed; a dry run finds out what would become of them.
-        Afterwards `findings` has a row for each."""
+        Afterwards `snapshots` has a row for each."""
         self._regions.reclaim()
         self._list()
         for rank in sorted({held.slot.rank for held in (*self._regions.slots(), *self._regions.cached())}):
@@ -303,11 +300,11 @@ class _NodeSnapshots:
             self._hold.guard()
             writing = self._queue.writing
             names = [each.slot.name for each in writing.members()] if writing is not None else []
-            total = sum(self._snapshots[name].num_bytes for name in names if name in self._snapshots)
+            total = sum(self.snapshots[name].num_bytes for name in names if name in self.snapshots)
             self._watcher.progress(self._queue.progress_bytes - before, total)
 
         self._queue.run_to_idle(watch)
-        for name, found in self._snapshots.items():
+        for name, found in self.snapshots.items():
             if found.outcome is Fate.KEPT and not found.detail and found.attempt in self.unsaved:
                 self._note(name, Fate.KEPT, "a newer one could not be saved")
 
@@ -332,7 +329,7 @@ class _NodeSnapshots:
         for name, sealed in self._sealed_in.items():
             outcome = Fate.WAS_COMMITTED if sealed.is_persisted else Fate.KEPT
             size = sealed.record.image_bytes + sealed.record.constants_bytes
-            self._snapshots[name] = Finding(Kind.SNAPSHOT, outcome, name, sealed.id, sealed.step, size)
+            self.snapshots[name] = Finding(Kind.SNAPSHOT, outcome, name, sealed.id, sealed.step, size)
         for held in self._regions.slots():
             try:
                 held.slot.sealed()
@@ -346,7 +343,7 @@ class _NodeSnapshots:
         reasons |= dict.fromkeys(status.for_others, "its part is saved; those of other nodes are missing")
         reasons |= {each.step: each.message for each in status.failures}
         for name, sealed in self._list().items():
-            outcome = self._snapshots[name].outcome
+            outcome = self.snapshots[name].outcome
             if sealed.step in status.for_others:
                 outcome = Fate.KEPT
             elif sealed.step in status.waiting and not sealed.is_persisted:
@@ -354,7 +351,7 @@ class _NodeSnapshots:
             self._note(name, outcome, reasons.get(sealed.step, "the keeper has it"))
         for torn in status.torn:
             why = f"not the bytes of its boundary: {', '.join(torn.leaves[:_SHOWN]) or 'its metadata'}"
-            self._snapshots[torn.slot] = Finding(
+            self.snapshots[torn.slot] = Finding(
                 Kind.SNAPSHOT, Fate.TORN, torn.slot, step=torn.step, detail=why, damage=True
             )
 
@@ -372,16 +369,16 @@ class _NodeSnapshots:
 
     def _copies(self, name: str) -> list[str]:
         """The slot and the one that has the same snapshot, in memory or in the cache."""
-        found = self._snapshots.get(name)
+        found = self.snapshots.get(name)
         if found is None or found.id is None:
             return [name]
         mine = rank_of(name), found.id
-        return [other for other, each in self._snapshots.items() if (rank_of(other), each.id) == mine]
+        return [other for other, each in self.snapshots.items() if (rank_of(other), each.id) == mine]
 
     def _note(self, name: str, outcome: Fate, detail: str = "", *, damage: bool = False) -> None:
-        found = self._snapshots.get(name, Finding(Kind.SNAPSHOT, outcome, name))
+        found = self.snapshots.get(name, Finding(Kind.SNAPSHOT, outcome, name))
         damage = damage or outcome is Fate.TORN
-        self._snapshots[name] = replace(found, outcome=outcome, detail=detail, damage=damage)
+        self.snapshots[name] = replace(found, outcome=outcome, detail=detail, damage=damage)
 
     # ---- freeing memory
 
@@ -413,40 +410,29 @@ class _NodeSnapshots:
             self._cache.discard()
 
     def _settle(self, examined: Examined) -> set[str]:
-        """The names of the slots that stay; notes the outcome of the others."""
-        saved = self._committed()
-        stays = {name for name, each in saved.items() if each in examined.damaged}
-        for name in stays:
-            self._note(name, Fate.KEPT, "its copy at rest is not whole: training resumes from memory")
-        stays |= self._needed()
-        for name, each in self._snapshots.items():
-            if name not in stays and each.outcome is Fate.KEPT and each.attempt is not None:
-                self._snapshots[name] = replace(each, outcome=Fate.DROPPED)
-        return stays
-
-    def _committed(self) -> dict[str, CommitName]:
-        """The checkpoints of the slots whose snapshots are committed."""
-        return {
-            name: CommitName(each.step, each.id.attempt, each.id.boundary)
-            for name, each in self._snapshots.items()
-            if each.outcome in _SAVED and each.step is not None and each.id is not None
-        }
-
-    def _needed(self) -> set[str]:
-        """Slots with a snapshot that is committed nowhere and still counts."""
-        newest, saved = View.of(self._store), self._committed()
-        left = {
-            name: self._sealed_in[name]
-            for name, each in self._snapshots.items()
-            if name in self._sealed_in and each.outcome is not Fate.TORN
-        }
-        committed = {name for name in left if name in saved and is_whole(newest, saved[name])}
-        names = left.keys() - committed
-        kept = {name for name in names if left[name].attempt in self.unsaved}
+        """The names of the slots that stay: of those that are not torn, the ones that are not whole at rest,
+        and still count. Notes the outcome of the others."""
+        view, stays, committed, found = View.of(self._store), set[str](), set[str](), self.snapshots
+        left = {name: each for name, each in self._sealed_in.items() if found[name].outcome is not Fate.TORN}
+        for name, each in left.items():
+            at_rest = CommitName(each.step, each.attempt, each.boundary)
+            if found[name].outcome not in _SAVED:
+                continue
+            if at_rest in examined.damaged:
+                stays.add(name)
+                self._note(name, Fate.KEPT, "its copy at rest is not whole: training resumes from memory")
+            elif is_whole(view, at_rest):
+                committed.add(name)
+        unsaved = left.keys() - committed
+        stays |= {name for name in unsaved if left[name].attempt in self.unsaved}
         try:
-            return kept | (needed_slots(self._store, [*left.values()], committed) if names else set())
+            stays |= needed_slots(self._store, [*left.values()], committed) if unsaved else set()
         except (OSError, FlashckptError):
-            return {*names}
+            stays |= unsaved
+        for name in left.keys() - stays:
+            if found[name].outcome is Fate.KEPT:
+                found[name] = replace(found[name], outcome=Fate.DROPPED)
+        return stays
 
     def close(self) -> None:
         """Let the next keeper find the slots that stay, and leave no other name behind. After an interrupt a
