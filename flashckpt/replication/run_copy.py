@@ -27,7 +27,7 @@ from flashckpt.catalogue.mirror import copy_checkpoint
 from flashckpt.catalogue.requests import Copy, Stores
 from flashckpt.commit.assets import copy_assets
 from flashckpt.commit.commit_step import KEEP_ALL, kept
-from flashckpt.commit.lineage import resolve
+from flashckpt.commit.lineage import resolve, until_stable
 from flashckpt.commit.steps import (
     StepRecord,
     committed,
@@ -215,9 +215,13 @@ class StepCopier:
             changed |= self._mend_small(f"{made.folder.path}/{row.name}", record.part_bytes(place))
         for path, contents in files.contents.items():
             there_path = places[contents.shard.file]
-            if there_path not in missing and self._is_sound(there_path, contents):
-                _native.fetch_add(self._progress, contents.shard.num_bytes)
-                continue
+            if there_path not in missing:
+                status, why = verify_file(self._target, there_path, contents)
+                if status == "unreadable":
+                    raise OSError(errno.EIO, why, f"{self._target.url}/{there_path}")
+                if status == "ok":
+                    _native.fetch_add(self._progress, contents.shard.num_bytes)
+                    continue
             with self._image(path, contents, name.step) as image:
                 self._remove(there_path)  # the source is whole
                 found = self._write(path, there_path, contents, image, name.step)
@@ -278,13 +282,6 @@ class StepCopier:
         """Remove a file, which needs the right to delete only if the file exists."""
         if self._target.exists(path):
             self._target.remove(path)
-
-    def _is_sound(self, path: str, contents: Contents) -> bool:
-        """Whether every byte of a file in the target is the recorded one. OSError if it cannot be read."""
-        status, detail = verify_file(self._target, path, contents)
-        if status == "unreadable":
-            raise OSError(errno.EIO, detail, f"{self._target.url}/{path}")
-        return status == "ok"
 
     # ---- files
 
@@ -443,9 +440,9 @@ def copy_run(
             path=target.url,
         )
     run_id = open_run(source, create=False).run_id
-    chosen = _chosen(source, step, at, all_steps=all_steps)
+    _chosen(source, step, at, all_steps=all_steps)  # before the run is made there
     check_same_run(run_id, source, open_run(target, create=True, run_id=run_id))
-    word = array("Q", [0])
+    word = array("Q", [0, 0])  # the bytes that were sent or found, and those of all files
     copier = StepCopier(
         source,
         target,
@@ -455,26 +452,24 @@ def copy_run(
         may_supersede=may_supersede,
     )
 
-    def work() -> list[Copied]:
-        steps, found = chosen, list[Copied]()
-        while True:
-            for each in steps:
-                try:
-                    found.append(copier.copy(each))
-                except NoSuchStepError:
-                    if step is not None:
-                        raise
-                except DamagedError as error:
-                    if not all_steps:
-                        raise
-                    found.append(Copied(name=each, outcome=Outcome.FAILED, problem=str(error)))
-            if found:
-                return found
-            # A living job has deleted all of them and committed newer ones.
-            steps = _chosen(source, step, at, all_steps=all_steps)
+    def copies() -> list[Copied]:
+        chosen, found = _chosen(source, step, at, all_steps=all_steps), list[Copied]()
+        word[0], word[1] = 0, _total(source, chosen)
+        for each in chosen:
+            try:
+                found.append(copier.copy(each))
+            except NoSuchStepError:
+                if step is not None:
+                    raise
+            except DamagedError as error:
+                if not all_steps:
+                    raise
+                found.append(Copied(name=each, outcome=Outcome.FAILED, problem=str(error)))
+        return found
 
-    total = _total(source, chosen)
-    rows = watched("copy", work, lambda: progress(min(word[0], total), total))
+    rows = watched(
+        "copy", lambda: until_stable(source, copies), lambda: progress(min(word[0], word[1]), word[1])
+    )
     # After the steps, which damaged assets must not keep from being copied.
     copy_assets(source, target, repairs=repairs)
     seen = View.of(target).visible()
