@@ -115,11 +115,6 @@ def of_step(folder: Path) -> dict[str, bytes]:
     return {name: data for name, data in found.items() if name.endswith((".safetensors", ".json"))}
 
 
-def in_folder_of(id: SnapshotId, path: Path) -> bool:
-    """Whether a file lies in a folder of this snapshot, of any writer."""
-    return f"/{id.attempt}.{id.boundary:020d}/" in unquote(str(path))
-
-
 @pytest.fixture
 def tmp_path(scratch: str) -> Path:
     return Path(scratch)
@@ -136,15 +131,12 @@ def near(tmp_path: Path) -> tuple[Store, Store]:
     return opened("local", tmp_path / "source"), opened("flat", tmp_path / "target")
 
 
-def file_of(folder: Path, id: SnapshotId, file: str) -> Path:
-    """A file of a snapshot with a name that begins so; a frozen file may be in the folder of another one."""
-    found = [each for each in sorted(folder.rglob("*")) if has_name(each, file)]
-    return next(each for each in found if "frozen-" in file or in_folder_of(id, each))
-
-
-def has_name(path: Path, file: str) -> bool:
-    """Whether a file of a run has a name that begins so; of frozen files, that of rank 1."""
-    return path.is_file() and is_of(unquote(str(path)), file)
+def named(folder: Path, file: str, id: SnapshotId | None = None) -> list[Path]:
+    """The files of a run with a name that begins so; of frozen files, those of rank 1. `id`: of this snapshot
+    alone, whose frozen file may be in the folder of another one."""
+    of = "" if id is None or "frozen-" in file else f"/{id.attempt}.{id.boundary:020d}/"
+    paths = {path: unquote(str(path)) for path in sorted(folder.rglob("*")) if path.is_file()}
+    return [path for path, name in paths.items() if is_of(name, file) and of in name]
 
 
 def is_of(name: str, file: str) -> bool:

@@ -1,9 +1,7 @@
 """A copy that repairs: what is damaged in the target is sent again, and nothing else is touched."""
 
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
-from urllib.parse import unquote
 
 import pytest
 
@@ -12,17 +10,16 @@ from flashckpt.commit.verification import verify
 from flashckpt.commit.view import View
 from flashckpt.errors import DamagedError, RunError
 from flashckpt.format.names import CommitName
-from flashckpt.format.records import Part
 from flashckpt.replication.run_copy import Outcome, StepCopier, copy_run
 from flashckpt.store.base import Store
 from tests.commit.runs import name_of
 from tests.replication.copied import (
     delete,
-    file_of,
     files,
     flipped,
     killed_at,
     made,
+    named,
     of_step,
     once_at,
     opened,
@@ -37,7 +34,7 @@ from tests.replication.copied import tmp_path as tmp_path
 def damaged(folder: Path, name: CommitName, harm: str) -> Path:
     """A file of a copied step, harmed. Which, and how, the words say: of constants and of shards each."""
     file, how = harm.split()
-    path = file_of(folder, name.id, file)
+    path = named(folder, file, name.id)[0]
     path.write_bytes(flipped(path.read_bytes()) if how == "flipped" else path.read_bytes()[:-9])
     return path
 
@@ -98,17 +95,6 @@ def test_a_repair_harms_nothing_where_the_source_is_damaged_too(
     with pytest.raises(DamagedError, match="rank-00001"):
         StepCopier(source, target, repairs=True).copy(name_of(10, attempt))
     assert files(tmp_path / "target") == before
-
-
-def test_a_repair_makes_each_part_that_of_the_source(near: tuple[Store, Store], tmp_path: Path) -> None:
-    source, target = near
-    attempt = made(source, [10])
-    copy_run(source, target)
-    [part] = (each for each in (tmp_path / "target").rglob("*") if "node-00001" in unquote(str(each)))
-    whole = Part.from_bytes(part.read_bytes(), "part")
-    part.write_bytes(replace(whole, environment={"torch": "another"}).to_bytes())
-    assert StepCopier(source, target, repairs=True).copy(name_of(10, attempt)).outcome is Outcome.REPAIRED
-    assert of_step(tmp_path / "target") == of_step(tmp_path / "source")
 
 
 def test_of_two_repairs_of_one_file_the_slower_is_told(

@@ -25,11 +25,11 @@ from tests.replication.copied import (
     delete,
     files,
     flipped,
-    has_name,
     is_of,
     killed_at,
     made,
     mirrored,
+    named,
     of_step,
     once_at,
     visible,
@@ -183,7 +183,7 @@ def test_a_damaged_source_is_told_and_not_published(
     source, target = near
     attempt = made(source, [20])
     copier = mirrored(source, target)
-    path = next(each for each in (tmp_path / "source").rglob("*") if has_name(each, file))
+    path = named(tmp_path / "source", file)[0]
     whole = path.read_bytes()
     harmed = HARMS[harm](whole)
     path.unlink()
@@ -269,9 +269,8 @@ def test_what_the_target_has_lost_is_named_and_a_repair_sends_it_again(
     source, target = near
     attempt = made(source, [10])
     copy_run(source, target)
-    for each in list((tmp_path / "target").rglob("*")):
-        if has_name(each, file):
-            each.unlink()
+    for each in named(tmp_path / "target", file):
+        each.unlink()
     before = files(tmp_path / "target")
     with pytest.raises(DamagedError, match="not whole there: .*--step 10@.*:10 --repair` reads"):
         StepCopier(source, target).copy(name_of(10, attempt))
