@@ -23,7 +23,7 @@ from flashckpt.store.base import Store
 from flashckpt.threads import Worker
 
 if TYPE_CHECKING:
-    from flashckpt.replication.mirror import Mirror, Mirrored
+    from flashckpt.replication.mirror import Mirror
     from flashckpt.replication.run_copy import Copied
 
 log = logging.getLogger(__name__)
@@ -48,7 +48,6 @@ class MirrorUpload:
 
     def _begin_anew(self) -> None:
         """Forget the state of the remote."""
-        self._there: CommitName | None = None  # the newest in the remote
         self._error, self._retry = "", Retry()
         self._due_s = 0.0
         self._stays_since: float | None = None
@@ -65,6 +64,11 @@ class MirrorUpload:
         self._waits = False
         self._handled: CommitName | None = None  # the newest one when the last due copy began
         self._is_hopeless = False  # the newest step can never be copied
+
+    @property
+    def _there(self) -> CommitName | None:
+        """The newest step in the remote."""
+        return None if self._mirror is None else self._mirror.newest
 
     @property
     def copying(self) -> CommitName | None:
@@ -143,12 +147,14 @@ class MirrorUpload:
             return
         newest, waited, self._waits, self._is_unknown = self._newest, self._waits, False, False
 
-        def done(found: Mirrored | BaseException) -> None:
+        def done(found: Copied | BaseException | None) -> None:
             if isinstance(found, BaseException):
                 self._failed(found, newest, waited=waited, polled=polls)
-            else:
-                self._handled = newest if waited else self._handled
-                self._done(found, time.monotonic() - now)
+                return
+            self._handled = newest if waited else self._handled
+            self._done(mirror)
+            if self._remote is not None and found is not None:
+                self._note_copied(found, self._remote, time.monotonic() - now)
 
         worker.submit(partial(mirror.bring, self._is_due), done)
 
@@ -156,17 +162,14 @@ class MirrorUpload:
     def _is_last_handled(self) -> bool:
         return self._newest in (None, self._there, self._handled)
 
-    def _done(self, found: Mirrored, seconds: float) -> None:
-        self._there = found.newest
-        if self._newest == self._there:
+    def _done(self, mirror: Mirror) -> None:
+        if self._newest == mirror.newest:
             self._waits = False  # it was found in the store before its commit was reported
         self._retry.succeeded()
         self._error, self._is_hopeless = "", False
-        if found.of != self._attempt and self._is_living:
+        if mirror.follows != self._attempt and self._is_living:
             # The attempt has not reported yet what it resumes from, which the remote must have, too.
             self._is_unknown, self._poll_s = True, time.monotonic() + _POLL_S
-        if self._remote is not None and found.copied is not None:
-            self._note_copied(found.copied, self._remote, seconds)
 
     def _note_copied(self, copied: Copied, remote: Remote, seconds: float) -> None:
         if isinstance(remote.every, str):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from flashckpt import _native
 from flashckpt.commit import attempts
@@ -82,18 +81,9 @@ IsDue = Callable[[int | None, int], bool]
 """Whether a step is to be copied, given the newest step number of the remote (None: no step) and its own."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mirrored:
-    """The result of one request. `of`: the newest attempt here, which the remote follows; `newest`: the
-    newest step of the remote; `copied`: None if nothing was due."""
-
-    of: AttemptName | None
-    newest: CommitName | None = None
-    copied: Copied | None = None
-
-
 class Mirror:
-    """Copies steps to the remote. For one thread, except `copying`, the step that is being copied, and
+    """Copies steps to the remote. `follows`: the newest attempt here, which the remote follows; `newest`: the
+    newest step of the remote. For one thread, except these, `copying`, the step that is being copied, and
     `progress_bytes`."""
 
     def __init__(self, source: Store, remote: Remote) -> None:
@@ -101,17 +91,17 @@ class Mirror:
         self.copying: CommitName | None = None
         self._progress = array("Q", [0])
         self._target: Store | None = None
-        self._newest: CommitName | None = None
-        # The newest attempt of the source, which the target follows.
-        self._settled: AttemptName | None = None
+        self.newest: CommitName | None = None
+        self.follows: AttemptName | None = None
         self._has_assets = False
 
     @property
     def progress_bytes(self) -> int:
         return int(_native.load(_native.address_of(self._progress)))
 
-    def bring(self, is_due: IsDue) -> Mirrored:
-        """Copy the newest step, if `is_due`; the steps that the remote keeps no longer go with it.
+    def bring(self, is_due: IsDue) -> Copied | None:
+        """Copy the newest step, if `is_due`; the steps that the remote keeps no longer go with it. None if
+        nothing was due.
 
         OSError if a store fails; RunError if the remote holds another run, or another job trains it;
         DamagedError if the step is damaged here. Then the remote has whole steps only.
@@ -119,7 +109,7 @@ class Mirror:
         here = open_run(self._source, create=False)
         target = self._opened(here.run_id)
         if here.attempt is None:
-            return Mirrored(of=None)
+            return None
         copier = StepCopier(
             self._source,
             target,
@@ -128,16 +118,15 @@ class Mirror:
             keep=self._remote.keep,
             may_supersede=lambda: attempts.check_not_held(target, attempts.local_owner()),
         )
-        if self._settled != here.attempt:
+        if self.follows != here.attempt:
             there = copier.follow()
             tidy(there, here.attempt)
-            self._settled = here.attempt
-            self._newest = there.newest_first()[0] if there.visible() else None
+            self.follows = here.attempt
+            self.newest = there.newest_first()[0] if there.visible() else None
         try:
-            copied = self._copied(copier, target, is_due)
+            return self._copied(copier, target, is_due)
         finally:
             self.copying = None
-        return Mirrored(of=self._settled, newest=self._newest, copied=copied)
 
     def _opened(self, run_id: str) -> Store:
         """The remote. Makes the run there if it has none. RunError if it holds another one."""
@@ -148,7 +137,7 @@ class Mirror:
             # Another process may have deleted it all: a store does not make a folder again that has vanished.
             target = open_store(self._remote.url, self._remote.options)
             found = open_run(target, create=True, run_id=run_id)
-            self._settled, self._has_assets = None, False
+            self.follows, self._has_assets = None, False
         self._target = target
         check_same_run(run_id, self._source, found)
         return target
@@ -166,9 +155,9 @@ class Mirror:
             except NoSuchStepError:
                 self.copying = None
                 continue
-            before = self._newest
+            before = self.newest
             if copied.outcome is not Outcome.DELETED and (before is None or before <= each):
-                self._newest = each
+                self.newest = each
             return copied
         return None
 
@@ -184,7 +173,7 @@ class Mirror:
             self._has_assets = not isinstance(error, OSError)
 
     def _chosen(self, is_due: IsDue) -> CommitName | None:
-        view, last = View.of(self._source), self._newest
+        view, last = View.of(self._source), self.newest
         newest = next((each for each in view.newest_first() if is_whole(view, each)), None)
         if newest is None or (last is not None and newest.id <= last.id):
             return None  # the remote may be ahead of all steps here

@@ -14,7 +14,7 @@ from flashckpt.commit.view import View, open_run
 from flashckpt.errors import RunError, RunHeldError
 from flashckpt.format.names import CommitName
 from flashckpt.options import Keep, Remote
-from flashckpt.replication.mirror import Mirror, Mirrored
+from flashckpt.replication.mirror import Mirror
 from flashckpt.replication.run_copy import Copied, StepCopier
 from flashckpt.store.base import Store
 from flashckpt.store.local import LocalStore
@@ -55,8 +55,10 @@ def always(last: int | None, step: int) -> bool:
     return True
 
 
-def brought(mirror: Mirror) -> Mirrored:
-    return mirror.bring(always)
+def brought(mirror: Mirror) -> CommitName | None:
+    """The newest step of the remote, once it has got what is here."""
+    mirror.bring(always)
+    return mirror.newest
 
 
 def test_a_step_that_is_deleted_while_it_is_copied(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +75,7 @@ def test_a_step_that_is_deleted_while_it_is_copied(tiers: Tiers, monkeypatch: py
         return copy(copier, name)
 
     monkeypatch.setattr(StepCopier, "copy", pruned)
-    assert brought(mirror).newest == name_of(2, tiers.attempt)
+    assert brought(mirror) == name_of(2, tiers.attempt)
     assert mirror.copying is None
     assert tiers.steps() == [2]
 
@@ -82,12 +84,12 @@ def test_a_newer_checkpoint_of_the_same_step_is_copied(tiers: Tiers) -> None:
     """As after a `save()` in an epoch's own code, before the epoch's end."""
     mirror = tiers.mirror()
     tiers.add(3)
-    assert brought(mirror).newest == name_of(3, tiers.attempt)
+    assert brought(mirror) == name_of(3, tiers.attempt)
     for rank in (0, 1):
         publish(tiers.source, 3, tiers.attempt, boundary=4, ranks=(rank,), world=2)
     newer = name_of(3, tiers.attempt, 4)
     assert commit_step.commit(View.of(tiers.source), folder_of(tiers.source, newer.id), KEEP_ALL)
-    assert brought(mirror).newest == newer
+    assert brought(mirror) == newer
     assert View.of(tiers.target).visible()[-1] == newer
 
 
@@ -178,15 +180,15 @@ def test_a_remote_that_is_trained_on_itself_is_left_alone(tiers: Tiers) -> None:
 
 def test_an_attempt_that_takes_up_what_is_there_is_no_other_job(tiers: Tiers) -> None:
     tiers.add(1)
-    assert brought(tiers.mirror()).copied is not None
+    assert brought(tiers.mirror()) is not None
     new = LocalStore(str(tiers.there.parent / "new"))
     open_run(new, create=True, run_id=open_run(tiers.source, create=False).run_id)
     there, mirror = View.of(tiers.target), Mirror(new, Remote(url=str(tiers.there)))
     name = next_name(new, above=there.catalogue.attempt.number)
     attempts.reserve(new, name)
-    assert brought(mirror) == Mirrored(of=None), "it is about to say what it goes on from"
+    assert (mirror.bring(always), mirror.follows) == (None, None), "it is about to say what it goes on from"
     assert View.of(tiers.target).attempt == tiers.attempt
     first = name_of(1, tiers.attempt)
     begin_as(View.of(new), name, first.id, 1, world=2, owner=HOLDER, lead=there.catalogue)
-    assert brought(mirror).newest == first
+    assert brought(mirror) == first
     assert View.of(tiers.target).attempt == name
