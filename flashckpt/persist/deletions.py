@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from flashckpt.commit.commit_step import collect, retain
+from flashckpt.commit.commit_step import KEEP_ALL, collect, retain
 from flashckpt.commit.view import View
 from flashckpt.format.catalogue import EMPTY
 from flashckpt.format.names import AttemptName, CommitName
@@ -37,10 +37,11 @@ class Deletions:
         self._store, self._ledger, self.worker = store, ledger, worker
         self._count, self._pinned_now = count, pinned
         self._was_pinned = False
-        self._last: tuple[AttemptName, Keep, View] | None = None
-        self._is_due = self._retains = self._needs_room = False
-        self._may_have_garbage = True
-        self._commits = 0
+        # Of the newest commit: its attempt, what is kept, and the view.
+        self._last: tuple[AttemptName | None, Keep, View] = (None, KEEP_ALL, View(EMPTY, store))
+        # Whether the next deletion applies retention, lists all folders, and removes old versions.
+        self._retains, self._lists, self._trims = False, True, False
+        self._is_due, self._commits = False, 0
         self._collected = EMPTY
         self._has_failed = False
 
@@ -54,19 +55,20 @@ class Deletions:
         """After a commit, delete what it has dropped. `dropped`: None if it was not committed here, and so
         retention is still to be applied."""
         self._last = name.attempt, keep, view
-        if dropped:
-            self._note_dropped(name.attempt, dropped)
+        self._note_dropped(name.attempt, dropped or ())
         self._commits += 1
-        if self._may_have_garbage or dropped != () or self._commits >= _COMMITS_BETWEEN:
+        if self._commits >= _COMMITS_BETWEEN:
+            self._lists = self._trims = True
+        if self._lists or dropped != ():
             self._is_due, self._retains = True, self._retains or dropped is None
 
     def make_room(self) -> None:
         """Delete garbage, also before the first commit: a write has found the disk full."""
-        self._is_due = self._needs_room = True
+        self._is_due = self._lists = self._trims = True
 
     def left_garbage(self) -> None:
         """Let the next deletion search for the files of a snapshot that will never be committed."""
-        self._may_have_garbage = True
+        self._lists = True
 
     @property
     def _was_unpinned(self) -> bool:
@@ -78,46 +80,38 @@ class Deletions:
         if self.worker.busy:
             return
         is_pinned = self._pinned_now() is not None  # once: the mirror's thread may release it meanwhile
-        if self._was_pinned and not is_pinned:
-            self._is_due, self._retains = self._last is not None or self._is_due, self._last is not None
+        if self._was_pinned and not is_pinned and self._last[0] is not None:
+            self._is_due = self._retains = True
         self._was_pinned = is_pinned
         if self._is_due:
             self._delete()
 
     def _delete(self) -> None:
-        last, retains, needs_room = self._last, self._retains, self._needs_room
-        trims = self._needs_room or self._commits >= _COMMITS_BETWEEN
-        before = EMPTY if trims or self._may_have_garbage else self._collected
-        self._is_due = self._retains = self._needs_room = self._may_have_garbage = False
+        (attempt, keep, view), retains, trims = self._last, self._retains, self._trims
+        before = EMPTY if self._lists else self._collected
+        self._is_due = self._retains = self._lists = self._trims = False
         self._commits = 0 if trims else self._commits
         dropped = list[CommitName]()
 
         def delete() -> None:
-            if last is None or (needs_room and not retains):
-                newest = View.of(self._store)
-            else:
-                attempt, keep, view = last
-                # RunError if another run, or an older copy, is in its place: all of it is garbage to this
-                # view.
-                newest, pinned = View.of(self._store, view.catalogue), self._pinned_now()
-                if retains and newest.attempt == attempt:
-                    in_use = frozenset() if pinned is None else frozenset([pinned.id])
-                    newest, gone = retain(newest, keep, in_use)
-                    dropped.extend(gone)
+            # RunError if another run, or an older copy, is in its place: all of it is garbage to this view.
+            newest, pinned = View.of(self._store, view.catalogue), self._pinned_now()
+            if retains and newest.attempt == attempt:
+                in_use = frozenset() if pinned is None else frozenset([pinned.id])
+                newest, gone = retain(newest, keep, in_use)
+                dropped.extend(gone)
             collect(self._store, newest.catalogue, before, trims=trims)
             self._collected = newest.catalogue
 
         def done(failed: BaseException | None) -> None:
-            attempt = None if last is None else last[0]
-            if attempt is not None:
-                self._note_dropped(attempt, tuple(dropped))
-            if isinstance(failed, BaseException):
+            self._note_dropped(attempt, tuple(dropped))
+            if failed is not None:
                 self._failed(attempt, failed)
             self._has_failed = failed is not None
 
         self.worker.submit(delete, done)
 
-    def _note_dropped(self, attempt: AttemptName, dropped: tuple[CommitName, ...]) -> None:
+    def _note_dropped(self, attempt: AttemptName | None, dropped: tuple[CommitName, ...]) -> None:
         if dropped:
             self._count("pruned", len(dropped))
             self._ledger.add(str(attempt), Event.PRUNE, steps=[each.step for each in dropped])
@@ -125,7 +119,7 @@ class Deletions:
     def _failed(self, attempt: AttemptName | None, error: BaseException) -> None:
         level = logging.DEBUG if self._has_failed else logging.WARNING
         log.log(level, "expired steps could not be deleted, and fill the storage: %s", error)
-        self._may_have_garbage = True
+        self._lists = True
         self._count("prune_failed", 1)
         name = None if attempt is None else str(attempt)
         self._ledger.add(name, Event.ERROR, what="prune", message=str(error))
