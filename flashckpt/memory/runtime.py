@@ -16,11 +16,11 @@ import stat
 import struct
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from flashckpt import _native
-from flashckpt.errors import KeeperError
+from flashckpt.errors import FlashckptError, KeeperError
 from flashckpt.memory import forks
 
 _FOLDER_MODE = 0o700
@@ -337,9 +337,14 @@ def stacks_name(lock: str) -> str:
     return f"stacks-{lock.removeprefix('trainer-').removesuffix('.lock')}"
 
 
-def enter(base: str, identity: str, lock: str) -> tuple[RuntimeFolder, LifeLock]:
+def enter(
+    base: str,
+    identity: str,
+    lock: str,
+    take: Callable[[RuntimeFolder, str], LifeLock] = LifeLock.born,
+) -> tuple[RuntimeFolder, LifeLock]:
     """Open a run's runtime folder and take the life lock `lock` in it, which keeps a leaving keeper from
-    removing the folder. Raises KeeperError."""
+    removing the folder. Raises KeeperError, and the errors of `take`."""
     for _ in range(_JOIN_TRIES):
         try:
             folder = RuntimeFolder.open(base, identity)
@@ -348,16 +353,19 @@ def enter(base: str, identity: str, lock: str) -> tuple[RuntimeFolder, LifeLock]
                 continue  # it was removed between its making and its opening
             raise _no_place(base, error) from error
         try:
-            life = LifeLock.born(folder, lock)
+            life = take(folder, lock)
+            if folder.exists():
+                return folder, life
+            life.release(folder)
+            folder.close()
         except FileNotFoundError:
             folder.close()
-            continue
         except OSError as error:
             folder.close()
             raise _no_place(base, error) from error
-        if folder.exists():
-            return folder, life
-        folder.close()
+        except FlashckptError:
+            folder.close()
+            raise
     raise KeeperError(f"No life lock can be taken in {os.path.join(base, identity)}. Nothing was started.")
 
 

@@ -12,6 +12,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from flashckpt.commit.attempts import Probe, check_not_held, ending, local_owner
 from flashckpt.commit.view import View, open_run
@@ -20,12 +21,19 @@ from flashckpt.format.names import AttemptName
 from flashckpt.format.owner import Owner
 from flashckpt.keeper.node_keepers import living_trainers
 from flashckpt.keeper.protocol import ELECTION_LOCK
-from flashckpt.memory.runtime import LifeLock, RuntimeFolder, base_folder, holder_of, identity_of, is_alive
+from flashckpt.memory.runtime import (
+    LifeLock,
+    RuntimeFolder,
+    base_folder,
+    enter,
+    holder_of,
+    identity_of,
+    is_alive,
+)
 from flashckpt.options import Environment
 from flashckpt.store.base import Store
 
 RECOVERY_LOCK = "recover.lock"
-_TRIES = 20
 
 
 @contextlib.contextmanager
@@ -112,6 +120,10 @@ class Hold:
                 path=self.store.url,
             )
 
+    def release_election(self) -> None:
+        if self.election is not None:
+            self.election.release(self.runtime)
+
     def guard(self) -> None:
         """Call before each deletion, and during long work. RunHeldError once a job has begun: what was saved
         by then stays saved, and the job's keeper saves the rest."""
@@ -128,65 +140,40 @@ class Hold:
 
 
 @contextlib.contextmanager
-def view(store: Store, run: View) -> Iterator[Hold]:
-    """A run for a dry run. RunHeldError as of `hold`."""
+def hold(store: Store, run: View, *, dry_run: bool) -> Iterator[Hold]:
+    """Keep other commands and keepers out; a dry run takes no lock. RunHeldError if a job or a command has
+    the run. Leaves no file behind."""
     with contextlib.ExitStack() as stack:
         runtime = stack.enter_context(runtime_of(store, run))
         refuse_if_held(store, runtime)
-        if runtime is None:
-            base = stack.enter_context(tempfile.TemporaryDirectory())
-            runtime = RuntimeFolder.open(base, _identity(store, run))
-            stack.callback(runtime.close)
-        yield Hold(store, runtime, run.attempt, is_view=True)
-
-
-@contextlib.contextmanager
-def hold(store: Store, run: View) -> Iterator[Hold]:
-    """Keep other commands and keepers out. RunHeldError if a job or a command has the run. Leaves no file
-    behind."""
-    with runtime_of(store, run) as found:
-        refuse_if_held(store, found)
-    runtime, lock = _entered(store, run)
-    held = Hold(store, runtime, run.attempt)
-    try:
+        if dry_run:
+            if runtime is None:
+                base = stack.enter_context(tempfile.TemporaryDirectory())
+                runtime = RuntimeFolder.open(base, _identity(store, run))
+                stack.callback(runtime.close)
+            yield Hold(store, runtime, run.attempt, is_view=True)
+            return
+        base = base_folder(Environment.read().runtime_folder)
+        runtime, lock = enter(base, _identity(store, run), RECOVERY_LOCK, partial(_alone, store=store))
+        held = Hold(store, runtime, run.attempt)
+        for leave in (runtime.close, runtime.discard, partial(lock.release, runtime), held.release_election):
+            stack.callback(leave)
         held.election = LifeLock.acquire(runtime, ELECTION_LOCK)
         held.guard()  # a job may have begun before the locks were taken
         yield held
-    finally:
-        if held.election is not None:
-            held.election.release(runtime)
-        lock.release(runtime)
-        runtime.discard()
-        runtime.close()
 
 
-def _entered(store: Store, run: View) -> tuple[RuntimeFolder, LifeLock]:
-    base, identity = base_folder(Environment.read().runtime_folder), _identity(store, run)
-    for _ in range(_TRIES):
-        runtime = RuntimeFolder.open(base, identity)
-        try:
-            lock = LifeLock.acquire(runtime, RECOVERY_LOCK)
-        except FileNotFoundError:
-            # A keeper that left has removed the folder meanwhile.
-            runtime.close()
-            continue
-        if lock is not None and runtime.exists():
-            return runtime, lock
-        pid = holder_of(runtime, RECOVERY_LOCK)
-        if lock is not None:
-            lock.release(runtime)
-        runtime.close()
-        if pid is not None:
-            raise RunHeldError(
-                f"{store.url} is being recovered by process {pid or '(of another container)'} on "
-                "this machine. Nothing was changed. Wait until it is done.",
-                path=store.url,
-            )
-    raise RunHeldError(
-        f"{store.url}: its runtime folder in {base} is made and removed again and again. Nothing was "
-        "changed. Try again.",
-        path=store.url,
-    )
+def _alone(runtime: RuntimeFolder, name: str, store: Store) -> LifeLock:
+    """Take a lock. RunHeldError if another recovery has it."""
+    lock = LifeLock.acquire(runtime, name)
+    if lock is None:
+        who = holder_of(runtime, name) or "(of another container)"
+        raise RunHeldError(
+            f"{store.url} is being recovered by process {who} on this machine. Nothing was changed. Wait "
+            "until it is done.",
+            path=store.url,
+        )
+    return lock
 
 
 def _identity(store: Store, run: View) -> str:

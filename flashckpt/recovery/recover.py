@@ -13,7 +13,7 @@ import contextlib
 import logging
 import os
 import secrets
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from contextlib import closing
 from dataclasses import replace
 
@@ -31,8 +31,8 @@ from flashckpt.keeper import node_keepers
 from flashckpt.keeper.node_keepers import keeper_of
 from flashckpt.keeper.protocol import Status, remove_names
 from flashckpt.memory.cache_folder import CacheFolder, cached_paths, open_cached
-from flashckpt.memory.held_regions import HeldRegion, Regions
-from flashckpt.memory.region import CACHE, rank_of
+from flashckpt.memory.held_regions import Regions
+from flashckpt.memory.region import rank_of
 from flashckpt.memory.slot import Sealed, Slot
 from flashckpt.options import user_path
 from flashckpt.persist.audit import Torn, check_header, differing, discard
@@ -47,7 +47,7 @@ from flashckpt.persist.job import (
 from flashckpt.persist.ledger import Event, Ledger
 from flashckpt.persist.queue import Queue
 from flashckpt.persist.writer import Writer
-from flashckpt.recovery.node import Hold, died_here, hold, view
+from flashckpt.recovery.node import Hold, died_here, hold
 from flashckpt.recovery.report import (
     Fate,
     Finding,
@@ -62,6 +62,9 @@ from flashckpt.store.base import Store
 log = logging.getLogger(__name__)
 
 _SHOWN = 8
+# Of the outcome of a try, in a recovery and in a dry run; of all others the snapshot is kept.
+_FATES = {JobState.COMMITTED: Fate.COMMITTED, JobState.TORN: Fate.TORN, JobState.FAILED: Fate.FAILED}
+_SEEN = {JobState.COMMITTED: Fate.SOUND, JobState.TORN: Fate.TORN}
 _SAVED = frozenset({Fate.COMMITTED, Fate.WAS_COMMITTED})
 _TIERS = {Place.MEMORY: "memory", Place.CACHE: "cache", Place.HOME: "local", Place.MIRROR: "remote"}
 
@@ -90,7 +93,7 @@ def recover(
     run = _opened(store, dry_run=dry_run)
     watcher.stage("looking")
     stands = (lambda: False) if dry_run else None
-    with (view if dry_run else hold)(store, run) as held, closing(Ledger(store, stands=stands)) as ledger:
+    with hold(store, run, dry_run=dry_run) as held, closing(Ledger(store, stands=stands)) as ledger:
         _rebuild_if_older(held, run)
         keeper, status = _ask_keeper(held, watcher)
         # The keeper has the snapshots, and saves them itself. A dry run finds out what it would save.
@@ -315,17 +318,18 @@ class _NodeSnapshots:
                 return newest.catalogue.world
         return None
 
-    def _sealed(self) -> Iterator[tuple[HeldRegion, Sealed]]:
-        """The snapshots in slots, in memory and in the cache, newest first."""
+    def _sealed(self) -> list[Sealed]:
+        """The snapshots in slots, newest first; of two copies that in memory comes before that in the
+        cache."""
         held = [*self._regions.slots(), *self._regions.cached()]
-        found = [(each, sealed) for each in held if (sealed := each.sealed()) is not None]
-        yield from sorted(found, key=lambda each: each[1].age, reverse=True)
+        found = [sealed for each in held if (sealed := each.sealed()) is not None]
+        return sorted(found, key=lambda each: each.age, reverse=True)
 
     # ---- findings
 
     def _list(self) -> dict[str, Sealed]:
         """Make a row for each slot with a snapshot. Returns the undamaged ones."""
-        self._sealed_in = {held.slot.name: sealed for held, sealed in self._sealed()}
+        self._sealed_in = {each.slot.name: each for each in self._sealed()}
         for name, sealed in self._sealed_in.items():
             outcome = Fate.WAS_COMMITTED if sealed.is_persisted else Fate.KEPT
             size = sealed.record.image_bytes + sealed.record.constants_bytes
@@ -356,13 +360,17 @@ class _NodeSnapshots:
             )
 
     def _note_outcome(self, job: StepJob, outcome: StepOutcome) -> None:
-        fate, detail = _fate_of(outcome)
-        if self._hold.is_view:
-            fate = {Fate.COMMITTED: Fate.SOUND, Fate.FAILED: Fate.KEPT}.get(fate, fate)
-        if outcome.state is JobState.PART_WRITTEN:
+        state, detail, torn = outcome.state, outcome.message, list[str]()
+        if state is JobState.PART_WRITTEN:
             self._waiting.add(job.attempt)
+            detail = detail or "its part is saved; it is committed once those of the other ranks are there"
+        elif state is JobState.TORN:
+            torn = self._copies(outcome.slot)
+            if names := ", ".join(leaf for _, leaf in outcome.leaves[:_SHOWN]):
+                detail = f"not the bytes of its boundary: {names}"
+        fate = (_SEEN if self._hold.is_view else _FATES).get(state, Fate.KEPT)
         for name in (name for each in job.members() for name in self._copies(each.slot.name)):
-            if outcome.state is JobState.TORN and name not in self._copies(outcome.slot):
+            if torn and name not in torn:
                 self._note(name, Fate.KEPT, f"what rank {rank_of(outcome.slot)} has of it is torn")
             else:
                 self._note(name, fate, detail)
@@ -488,22 +496,17 @@ class _NodeSnapshots:
         not all ranks of its attempt here have cannot be used: the ranks of a node resume from one boundary
         together."""
         ranks: dict[AttemptName, set[int]] = {}
-        copies: dict[SnapshotId, dict[int, tuple[Place, Sealed]]] = {}
-        for held, sealed in self._sealed():
-            ranks.setdefault(sealed.attempt, set()).add(sealed.slot.rank)
-            place = Place.CACHE if held.kind == CACHE else Place.MEMORY
-            mine = copies.setdefault(sealed.id, {})
-            known = mine.get(sealed.slot.rank)
-            if sealed.key not in torn and (known is None or place < known[0]):
-                mine[sealed.slot.rank] = place, sealed
-        offers = []
-        for id, of in copies.items():
-            is_complete = of.keys() == ranks[id.attempt]
-            problem = "" if is_complete else "not all ranks of this node have it there"
-            place = max((place for place, _ in of.values()), default=Place.MEMORY)
-            step = next((sealed.step for _, sealed in of.values()), 0)
-            offers.append(Offer(id=id, step=step, place=place, problem=problem))
-        return {id: [sealed for _, sealed in of.values()] for id, of in copies.items()}, offers
+        copies: dict[SnapshotId, dict[int, Sealed]] = {}
+        for each in self._sealed():
+            ranks.setdefault(each.attempt, set()).add(each.slot.rank)
+            if each.key not in torn:
+                copies.setdefault(each.id, {}).setdefault(each.slot.rank, each)
+        held, offers = {id: [*of.values()] for id, of in copies.items()}, []
+        for id, of in held.items():
+            problem = "" if len(of) == len(ranks[id.attempt]) else "not all ranks of this node have it there"
+            place = Place.CACHE if any(each.slot.is_cached for each in of) else Place.MEMORY
+            offers.append(Offer(id=id, step=of[0].step, place=place, problem=problem))
+        return held, offers
 
 
 class _Auditor(Writer):
@@ -552,20 +555,3 @@ def _wrong_leaves(snapshot: SealedSnapshot) -> tuple[list[str], list[str]]:
     names = [metadata.leaves[index].name for index in wrong]
     count = sum(index < metadata.image.first_constant for index in wrong)
     return names[:count], names[count:]
-
-
-def _fate_of(outcome: StepOutcome) -> tuple[Fate, str]:
-    """The word for the outcome of a step, and the reason."""
-    detail = outcome.message
-    match outcome.state:
-        case JobState.COMMITTED:
-            return Fate.COMMITTED, ""
-        case JobState.PART_WRITTEN:
-            waits = "its part is saved; it is committed once those of the other ranks are there"
-            return Fate.KEPT, detail or waits
-        case JobState.FAILED:
-            return Fate.FAILED, detail
-        case JobState.TORN if outcome.slot:
-            names = ", ".join(leaf for _, leaf in outcome.leaves[:_SHOWN])
-            return Fate.TORN, f"not the bytes of its boundary: {names}" if names else detail
-    return Fate.KEPT, detail
