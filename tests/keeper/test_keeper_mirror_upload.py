@@ -163,25 +163,24 @@ def test_the_next_attempt_goes_on_with_the_remote(
     assert there_now.parent == here_now.parent == SnapshotId(first.attempt, 2)
 
 
-def test_a_number_of_steps(tmp_path: Path, runtime: Path, there: Path) -> None:
-    """The first that is committed at each multiple or after it, and the last of all."""
-    trainer = mirrored(tmp_path, runtime, Remote(url=str(there), every=10, keep=Keep(last=9)))
-    for step, due in [(4, None), (12, 12), (18, None), (20, 20), (29, None), (45, 45), (47, None)]:
+@pytest.mark.parametrize(
+    ("every", "steps", "found"),
+    [
+        (10, {4: False, 12: True, 18: False, 20: True, 29: False, 45: True, 47: False}, [12, 20, 45, 47]),
+        ("1d", {1: True, 2: False, 3: False}, [1, 3]),
+    ],
+)
+def test_an_interval(
+    tmp_path: Path, runtime: Path, there: Path, every: str | int, steps: dict[int, bool], found: list[int]
+) -> None:
+    """The first that is committed at each multiple or after it, or the first of a day; and the last."""
+    trainer = mirrored(tmp_path, runtime, Remote(url=str(there), every=every, keep=Keep(last=9)))
+    for step, is_due in steps.items():
         saved(trainer, step)
-        if due is not None:
-            arrived(trainer, due)
+        if is_due:
+            eventually(lambda step=step: status_of(trainer).newest == step)
     ended(trainer)
-    assert of(there) == [12, 20, 45, 47]
-
-
-def test_a_duration(tmp_path: Path, runtime: Path, there: Path) -> None:
-    """The first at once, and then none for a day, but the last of all."""
-    trainer = mirrored(tmp_path, runtime, Remote(url=str(there), every="1d"))
-    saved(trainer, 1)
-    eventually(lambda: status_of(trainer).newest == 1)
-    saved(trainer, 2, 3)
-    ended(trainer)
-    assert of(there) == [1, 3]
+    assert of(there) == found
 
 
 def test_a_remote_that_another_job_has_taken(tmp_path: Path, runtime: Path, there: Path) -> None:
