@@ -217,7 +217,7 @@ class _NodeSnapshots:
     def __init__(self, held: Hold, watcher: Watcher, ledger: Ledger, *, is_keepers: bool) -> None:
         is_view = held.is_view or is_keepers
         self._hold, self._store, self._runtime = held, held.store, held.runtime
-        self._watcher, self._ledger, self._is_view = watcher, ledger, is_view
+        self._watcher, self._is_view = watcher, is_view
         nonce = secrets.token_hex(4)
         self._regions = Regions(self._runtime, nonce, is_view=is_view)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -327,8 +327,8 @@ class _NodeSnapshots:
 
     # ---- findings
 
-    def _list(self) -> dict[str, Sealed]:
-        """Make a row for each slot with a snapshot. Returns the undamaged ones."""
+    def _list(self) -> None:
+        """Make a row for each slot with a snapshot."""
         self._sealed_in = {each.slot.name: each for each in self._sealed()}
         for name, sealed in self._sealed_in.items():
             outcome = Fate.WAS_COMMITTED if sealed.is_persisted else Fate.KEPT
@@ -339,14 +339,14 @@ class _NodeSnapshots:
                 held.slot.sealed()
             except DamagedError as error:
                 self._note(held.slot.name, Fate.TORN, str(error))
-        return self._sealed_in
 
     def report(self, status: Status) -> None:
         """The slots of a living keeper, with what its status says of them."""
         reasons = dict.fromkeys(status.waiting, node_keepers.STILL)
         reasons |= dict.fromkeys(status.for_others, "its part is saved; those of other nodes are missing")
         reasons |= {each.step: each.message for each in status.failures}
-        for name, sealed in self._list().items():
+        self._list()
+        for name, sealed in self._sealed_in.items():
             outcome = self.snapshots[name].outcome
             if sealed.step in status.for_others:
                 outcome = Fate.KEPT
