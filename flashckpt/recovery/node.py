@@ -109,17 +109,6 @@ class Hold:
     election: LifeLock | None = None
     is_view: bool = False
 
-    def take_election(self) -> None:
-        """Take the place of the keeper, which has left. RunHeldError if another process was faster."""
-        self.election = LifeLock.acquire(self.runtime, ELECTION_LOCK)
-        self.guard()
-        if self.election is None:
-            raise RunHeldError(
-                f"Another keeper of {self.store.url} has begun on this machine. Nothing was changed. "
-                "Run this again.",
-                path=self.store.url,
-            )
-
     def release_election(self) -> None:
         if self.election is not None:
             self.election.release(self.runtime)

@@ -13,7 +13,7 @@ import contextlib
 import logging
 import os
 import secrets
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from contextlib import closing
 from dataclasses import replace
 
@@ -24,15 +24,16 @@ from flashckpt.commit.commit_step import folder_of
 from flashckpt.commit.needed import needed_slots
 from flashckpt.commit.steps import is_whole, missing_ranks
 from flashckpt.commit.view import HOME, View, check_writable, open_run, writers_in
-from flashckpt.errors import DamagedError, FlashckptError, UnusableRunError
+from flashckpt.errors import DamagedError, FlashckptError, RunHeldError, UnusableRunError
 from flashckpt.format.catalogue import CATALOGUE
 from flashckpt.format.names import AttemptName, CommitName, SnapshotId
 from flashckpt.keeper import node_keepers
 from flashckpt.keeper.node_keepers import keeper_of
-from flashckpt.keeper.protocol import Status, remove_names
+from flashckpt.keeper.protocol import ELECTION_LOCK, Status, remove_names
 from flashckpt.memory.cache_folder import CacheFolder, cached_paths, open_cached
 from flashckpt.memory.held_regions import Regions
 from flashckpt.memory.region import rank_of
+from flashckpt.memory.runtime import LifeLock
 from flashckpt.memory.slot import Sealed, Slot
 from flashckpt.options import user_path
 from flashckpt.persist.audit import Torn, check_header, differing, discard
@@ -106,7 +107,8 @@ def recover(
             if status is not None:
                 node.report(status)
             else:
-                node.save()
+                with _without_log(dry_run):
+                    node.save()
             watcher.stage("committing")
             held.guard()
             watcher.stage("verifying")
@@ -187,10 +189,17 @@ def _ask_keeper(held: Hold, watcher: Watcher) -> tuple[int | None, Status | None
     status = node_keepers.wait_until_saved(
         held.store.url, held.runtime, watcher.progress, watcher.say, held.guard
     )
-    if status is None:
-        held.take_election()
-        return None, None
-    return keeper or 0, status
+    if status is not None:
+        return keeper or 0, status
+    held.election = LifeLock.acquire(held.runtime, ELECTION_LOCK)
+    held.guard()
+    if held.election is None:
+        raise RunHeldError(
+            f"Another keeper of {held.store.url} has begun on this machine. Nothing was changed. Run this "
+            "again.",
+            path=held.store.url,
+        )
+    return None, None
 
 
 def _note_death(held: Hold, unsaved: Collection[AttemptName], ledger: Ledger) -> None:
@@ -207,6 +216,17 @@ def _note_death(held: Hold, unsaved: Collection[AttemptName], ledger: Ledger) ->
         log.warning("the end of attempt %s could not be recorded: %s", name, error)
     else:
         ledger.add(str(name), Event.DEATH, by="recover")
+
+
+@contextlib.contextmanager
+def _without_log(is_dry: bool) -> Iterator[None]:
+    """Disable the log of the queue in a dry run: it would say that snapshots were discarded."""
+    queue_log = logging.getLogger(Queue.__module__)
+    before, queue_log.disabled = queue_log.disabled, is_dry
+    try:
+        yield
+    finally:
+        queue_log.disabled = before
 
 
 class _NodeSnapshots:

@@ -13,13 +13,17 @@ from tests.recovery.scene import recovered, rows, whole_tree
 
 @pytest.mark.parametrize("mess", MESSES, ids=lambda mess: mess.__name__)
 def test_nothing_is_touched_and_the_real_run_finds_what_was_said(
-    run: Path, runtime: Path, mess: Callable[[Path, Path], object]
+    run: Path,
+    runtime: Path,
+    mess: Callable[[Path, Path], object],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     mess(run, runtime)
     before = whole_tree(run, runtime)
     said = recovered(run, dry_run=True)
     assert whole_tree(run, runtime) == before
     assert said.dry_run
+    assert not [each for each in caplog.messages if "discarded" in each or "is not persisted" in each]
     done = recovered(run)
     became = {each.place: each.outcome.value for each in done.findings}
     assert became.keys() == {each.place for each in said.findings}
