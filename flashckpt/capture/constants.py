@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flashckpt.capture.devices import Device, digest_tensors
 from flashckpt.capture.plan import ConstantsRegion, is_plain, local
-from flashckpt.format.layout import Layout, Leaf
+from flashckpt.format.layout import Layout, Leaf, SlotImage
 from flashckpt.format.metadata import geometry, plan_bytes
 from flashckpt.memory.region import SlotSize
 from flashckpt.state.tensors import leaf_of
@@ -34,7 +34,7 @@ NO_VALUES = b"{}"
 
 def region_size(layout: Layout) -> SlotSize:
     """Return the size of a region for these constants."""
-    places = geometry(len(plan_bytes(layout)), len(layout.leaves), len(NO_VALUES))
+    places = geometry(len(plan_bytes(SlotImage(layout))), len(layout.leaves), len(NO_VALUES))
     return SlotSize(places.num_bytes, layout.num_bytes)
 
 

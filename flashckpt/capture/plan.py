@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flashckpt import _native
-from flashckpt.format.layout import EVERY, Layout, Leaf, SlotImage, ranks_of
-from flashckpt.format.metadata import ReplicaSet, geometry, plan_bytes, replicas_bytes
+from flashckpt.format.layout import EVERY, NO_LEAVES, Layout, Leaf, SlotImage, ranks_of
+from flashckpt.format.metadata import ReplicaSet, geometry, plan_bytes
 from flashckpt.memory.region import SlotSize
 from flashckpt.state.leaves import LiveLeaf
 from flashckpt.state.tensors import DTYPE_NAMES, has_memory, leaf_of, same_memory, strides
@@ -107,7 +107,7 @@ class Plan:
         shard = Layout.of((each for each in ordinary if each.name not in elsewhere), groups)
         self.image = SlotImage(
             shard,
-            region.layout if region is not None else None,
+            region.layout if region is not None else NO_LEAVES,
             _layout((each for each in ordinary if each.name in elsewhere - left), groups),
             _layout((each for each in ordinary if each.name in left), groups),
         )
@@ -115,12 +115,9 @@ class Plan:
         self.leaves = self.image.leaves
         self.outdated = self.image.outdated
         self.first_left, self.first_constant = self.image.first_left, self.image.first_constant
-        self.constants_bytes = self.image.constants_bytes
-        self.json = plan_bytes(self.image.shard)
-        self.constants_json = plan_bytes(self.image.constants) if self.image.constants is not None else b""
-        self.replicas_json = self._encode_replicas(sets)
+        self.json = plan_bytes(self.image, self._replica_sets(sets))
         nonce = b"" if region is None else region.nonce.to_bytes(8, "little")
-        self.plan_id = _native.xxh3_64(self.json + self.constants_json + self.replicas_json + nonce)
+        self.plan_id = _native.xxh3_64(self.json + nonce)
         self.lives = [
             _OUTDATED if index in self.outdated else by_name[leaf.name]
             for index, leaf in enumerate(self.leaves)
@@ -140,19 +137,18 @@ class Plan:
         self._watch: _native.Watch | None = None
         self._watch_tensors()
 
-    def _encode_replicas(self, sets: Sequence[SharedLeaves]) -> bytes:
+    def _replica_sets(self, sets: Sequence[SharedLeaves]) -> list[ReplicaSet]:
         index = {leaf.name: i for i, leaf in enumerate(self.leaves) if i not in self.outdated}
         rows = []
         for each in sets:
             names = sorted(each.writers, key=index.__getitem__)
             columns = [tuple(of[name] for name in names) for of in (each.writers, each.owners)]
             rows.append(ReplicaSet(ranks_of(each.ranks), tuple(index[name] for name in names), *columns))
-        return replicas_bytes(self.image.kept, self.image.left, rows)
+        return rows
 
-    def metadata_sizes(self, values_bytes: int) -> tuple[int, int, int, int, int]:
+    def metadata_sizes(self, values_bytes: int) -> tuple[int, int, int]:
         """Return the sizes of a slot's metadata parts, for `format.metadata.geometry`."""
-        constants, replicas = len(self.constants_json), len(self.replicas_json)
-        return len(self.json), len(self.leaves), values_bytes, constants, replicas
+        return len(self.json), len(self.leaves), values_bytes
 
     @property
     def gradient_bytes(self) -> int:
@@ -255,9 +251,9 @@ class Plan:
         self._watch = _native.Watch(items, tensors)
 
 
-def _layout(leaves: Iterable[Leaf], groups: Mapping[str, int]) -> Layout | None:
+def _layout(leaves: Iterable[Leaf], groups: Mapping[str, int]) -> Layout:
     found = tuple(leaves)
-    return Layout.of(found, groups) if found else None
+    return Layout.of(found, groups) if found else NO_LEAVES
 
 
 def _item(container: Any, key: Any) -> Any:

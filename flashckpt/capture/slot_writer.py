@@ -46,7 +46,7 @@ class SlotWriter:
         self._plan_id: int | None = None
         self._metadata = slot.metadata_view
         self._image: Tensor = torch.frombuffer(slot.image_view, dtype=torch.uint8)
-        self._places = Geometry(0, 0, 0, 0, 0, 0)
+        self._places = Geometry(0, 0, 0, 0)
         self._odd_views: dict[int, Tensor] = {}
 
     def begin(self) -> bool:
@@ -69,8 +69,6 @@ class SlotWriter:
         if self._plan_id != plan.plan_id:
             self._plan_id = None
             data[places.plan : places.plan + len(plan.json)] = plan.json
-            data[places.constants : places.constants + len(plan.constants_json)] = plan.constants_json
-            data[places.replicas : places.replicas + len(plan.replicas_json)] = plan.replicas_json
             header_bytes = plan.image.shard.header
             self._image.numpy()[: len(header_bytes)] = np.frombuffer(header_bytes, dtype=np.uint8)
             self.table = np.frombuffer(data[places.table : places.values], dtype=np.uint64)
@@ -133,7 +131,7 @@ class SlotWriter:
                 image_bytes=plan.image.num_bytes,
                 data_start=plan.image.shard.data_start,
                 captured_ns=time.monotonic_ns(),
-                constants_bytes=plan.constants_bytes,
+                constants_bytes=plan.image.constants.num_bytes,
                 constants_nonce=plan.region.nonce if plan.region is not None else 0,
                 boundary=boundary,
             )

@@ -484,7 +484,7 @@ def _held(session: Session, grant: SlotGrant, regions: Sequence[Slot]) -> Held |
             log.error("the snapshot in slot %s is passed over: %s", slot.name, error)
         # Damaged metadata is reported when the snapshot is loaded.
         with contextlib.suppress(DamagedError):
-            if sealed is not None and slot.metadata(sealed).left is not None:
+            if sealed is not None and slot.metadata(sealed).image.left.leaves:
                 others = session.keeper.of_same_boundary(sealed.id)
     except BaseException:
         slot.close()

@@ -135,6 +135,10 @@ class Layout:
         return cls(tuple(placed), header, len(header), len(header) + offset)
 
 
+NO_LEAVES = Layout((), b"", 0, 0)
+"""No image at all."""
+
+
 @dataclass(frozen=True, slots=True)
 class SlotImage:
     """Positions of a snapshot's leaves.
@@ -148,63 +152,55 @@ class SlotImage:
     other leaf is valid; the constant's bytes in the region are `outdated` and unused."""
 
     shard: Layout
-    constants: Layout | None = None
-    kept: Layout | None = None
-    left: Layout | None = None
+    constants: Layout = NO_LEAVES
+    kept: Layout = NO_LEAVES
+    left: Layout = NO_LEAVES
 
     @property
     def own(self) -> tuple[Leaf, ...]:
         """The leaves in the slot: shard, then kept."""
-        return self.shard.leaves + (self.kept.leaves if self.kept is not None else ())
-
-    @property
-    def first_left(self) -> int:
-        """The number of leaves in the slot; the index in `leaves` of the first leaf of `left`."""
-        return len(self.shard.leaves) + (len(self.kept.leaves) if self.kept is not None else 0)
-
-    @property
-    def first_constant(self) -> int:
-        """The index in `leaves` of the first constant."""
-        return self.first_left + (len(self.left.leaves) if self.left is not None else 0)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the slot's image."""
-        return self._kept_start + (self.kept.num_bytes if self.kept is not None else 0)
-
-    @property
-    def _kept_start(self) -> int:
-        return self.shard.num_bytes if self.kept is None else -(-self.shard.num_bytes // PAGE) * PAGE
+        return self.shard.leaves + self.kept.leaves
 
     @property
     def ordinary(self) -> tuple[Leaf, ...]:
         """All leaves except constants: the slot's leaves, then `left`."""
-        return self.own + (self.left.leaves if self.left is not None else ())
+        return self.own + self.left.leaves
 
     @property
     def leaves(self) -> tuple[Leaf, ...]:
         """All leaves in the order of the digest table: ordinary leaves, then constants, also outdated
         ones."""
-        return self.ordinary + (self.constants.leaves if self.constants is not None else ())
+        return self.ordinary + self.constants.leaves
+
+    @property
+    def first_left(self) -> int:
+        """The number of leaves in the slot; the index in `leaves` of the first leaf of `left`."""
+        return len(self.shard.leaves) + len(self.kept.leaves)
+
+    @property
+    def first_constant(self) -> int:
+        """The index in `leaves` of the first constant."""
+        return self.first_left + len(self.left.leaves)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the slot's image."""
+        return self._kept_start + self.kept.num_bytes if self.kept.leaves else self.shard.num_bytes
+
+    @property
+    def _kept_start(self) -> int:
+        return -(-self.shard.num_bytes // PAGE) * PAGE
 
     @property
     def outdated(self) -> frozenset[int]:
         """Indexes in `leaves` of outdated constants."""
-        if self.constants is None:
-            return frozenset()
         first = self.first_constant
         return frozenset(first + i for i in outdated(self.ordinary, self.constants.leaves))
 
-    @property
-    def constants_bytes(self) -> int:
-        """Bytes of the constants' image, 0 without constants."""
-        return self.constants.num_bytes if self.constants is not None else 0
-
     def starts(self) -> list[int]:
         """The start of each leaf, in the order of `leaves`."""
-        layouts = [(0, self.shard), (self._kept_start, self.kept), (0, self.left), (0, self.constants)]
-        found = [(start + layout.data_start, layout) for start, layout in layouts if layout is not None]
-        return [start + leaf.offset for start, layout in found for leaf in layout.leaves]
+        places = (0, self.shard), (self._kept_start, self.kept), (0, self.left), (0, self.constants)
+        return [start + layout.data_start + leaf.offset for start, layout in places for leaf in layout.leaves]
 
 
 def names_of(leaves: Iterable[Leaf]) -> list[str]:

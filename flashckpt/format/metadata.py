@@ -1,4 +1,4 @@
-"""A slot's metadata: plan JSON | constants JSON | replicas JSON | digest table | values JSON, in one block.
+"""A slot's metadata: plan JSON | digest table | values JSON, in one block.
 
 Owns the block's geometry and the plan's encoding. Works on bytes, validates all of them, and never touches a
 region. See docs/memory.md.
@@ -10,7 +10,7 @@ import struct
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from flashckpt.errors import DamagedError, FormatError
 from flashckpt.format.checked_json import compact, strict_loads
@@ -18,6 +18,7 @@ from flashckpt.format.forms import fields, integer, items, load_fields, row
 from flashckpt.format.layout import (
     LEAVES,
     MAX_LEAVES,
+    NO_LEAVES,
     RANKS,
     WRITERS,
     Layout,
@@ -32,8 +33,8 @@ from flashckpt.format.layout import (
 )
 
 MAGIC = b"FLCKMETA"
-VERSION = 3
-HEADER = struct.Struct("<8sIIQQQQQ8x")
+VERSION = 4
+HEADER = struct.Struct("<8sIIQQQ24x")
 ALIGNMENT = 64
 MAX_PLAN_BYTES = 1 << 30
 
@@ -45,46 +46,22 @@ class Geometry(NamedTuple):
     """Starts of the parts of a block, in bytes from the block's start, and its length."""
 
     plan: int
-    constants: int
-    replicas: int
     table: int
     values: int
     num_bytes: int
 
 
-def geometry(
-    plan_len: int, count: int, values_len: int, constants_len: int = 0, replicas_len: int = 0
-) -> Geometry:
-    """Compute the offsets in a block with `plan_len` bytes of plan, `count` digests (with those of
-    constants), `values_len` bytes of values, `constants_len` bytes of the constants' plan and `replicas_len`
-    bytes of replicas."""
-    constants = HEADER.size + _aligned(plan_len)
-    replicas = constants + _aligned(constants_len)
-    table = replicas + _aligned(replicas_len)
+def geometry(plan_len: int, count: int, values_len: int) -> Geometry:
+    """Compute the offsets in a block with `plan_len` bytes of plan, `count` digests and `values_len` bytes of
+    values."""
+    table = HEADER.size - (-plan_len // ALIGNMENT) * ALIGNMENT
     values = table + 8 * count
-    return Geometry(HEADER.size, constants, replicas, table, values, values + values_len)
+    return Geometry(HEADER.size, table, values, values + values_len)
 
 
-def header(
-    plan_len: int, count: int, values_len: int, constants_len: int = 0, replicas_len: int = 0
-) -> bytes:
+def header(plan_len: int, count: int, values_len: int) -> bytes:
     """The first 64 bytes of a block."""
-    return HEADER.pack(MAGIC, VERSION, 0, plan_len, count, values_len, constants_len, replicas_len)
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
-
-
-def plan_bytes(layout: Layout) -> bytes:
-    """Encode the leaves of a layout as compact JSON columns, without offsets, which follow from the order."""
-    return compact(LEAVES.dump(layout.leaves))
-
-
-def layout_of(data: Buffer) -> Layout:
-    """Decode a layout written by `plan_bytes`. Raises DamagedError or ValueError for anything
-    else."""
-    return Layout.ordered(LEAVES.load(strict_loads(bytes(data), what=_WHAT)))
+    return HEADER.pack(MAGIC, VERSION, 0, plan_len, count, values_len)
 
 
 class ReplicaSet(NamedTuple):
@@ -98,32 +75,33 @@ class ReplicaSet(NamedTuple):
     owners: tuple[int | None, ...]
 
 
-def replicas_bytes(kept: Layout | None, left: Layout | None, sets: Sequence[ReplicaSet]) -> bytes:
-    """Encode the replicas of a slot. kept: leaves in it that another rank writes. left: leaves in the slots
-    of other ranks of the node. Return nothing if there are no sets."""
-    if not sets:
-        return b""
-    leaves = [each.leaves if each is not None else () for each in (kept, left)]
-    values = zip(_REPLICAS.items(), (*leaves, tuple(sets)), strict=True)
+_PLAN = fields(
+    shard=LEAVES,
+    kept=LEAVES,
+    left=LEAVES,
+    constants=LEAVES,
+    sets=items(
+        row(ReplicaSet, ranks=RANKS, indexes=items(integer()), writers=WRITERS, owners=WRITERS), MAX_LEAVES
+    ),
+)
+
+
+def plan_bytes(image: SlotImage, sets: Sequence[ReplicaSet] = ()) -> bytes:
+    """Encode the leaves of a slot as compact JSON columns, without offsets, which follow from the order."""
+    leaves = [each.leaves for each in (image.shard, image.kept, image.left, image.constants)]
+    values = zip(_PLAN.items(), (*leaves, sets), strict=True)
     return compact({key: form.dump(value) for (key, form), value in values})
 
 
 @dataclass(slots=True)
 class Metadata:
     """A decoded block. Holds copies, which stay valid when the slot is written again. `digests` are in the
-    order of `leaves`: layout, `kept`, `left`, constants."""
+    order of `leaves`."""
 
-    layout: Layout
+    image: SlotImage
+    sets: tuple[ReplicaSet, ...]
     digests: array[int]
     values: bytes
-    constants: Layout | None = None
-    kept: Layout | None = None
-    sets: tuple[ReplicaSet, ...] = ()
-    left: Layout | None = None
-
-    @property
-    def image(self) -> SlotImage:
-        return SlotImage(self.layout, self.constants, self.kept, self.left)
 
     @property
     def constants_digests(self) -> array[int]:
@@ -177,9 +155,7 @@ class Metadata:
     def _unpacked(cls, view: memoryview) -> Metadata:
         if len(view) < HEADER.size:
             raise ValueError("it is shorter than its header")
-        magic, version, flags, plan_len, count, values_len, constants_len, replicas_len = HEADER.unpack_from(
-            view
-        )
+        magic, version, flags, plan_len, count, values_len = HEADER.unpack_from(view)
         if magic != MAGIC:
             raise ValueError("it does not begin with the magic bytes of metadata")
         if version != VERSION:
@@ -189,41 +165,26 @@ class Metadata:
             )
         if flags:
             raise ValueError("it has unknown flags")
-        longest = max(plan_len, constants_len, replicas_len)
-        if longest > MAX_PLAN_BYTES or count > MAX_LEAVES or values_len > len(view):
+        if plan_len > MAX_PLAN_BYTES or count > MAX_LEAVES or values_len > len(view):
             raise ValueError("its lengths are out of bounds")
-        places = geometry(plan_len, count, values_len, constants_len, replicas_len)
+        places = geometry(plan_len, count, values_len)
         if places.num_bytes > len(view):
             raise ValueError("it is longer than its memory")
-        layout = layout_of(view[places.plan : places.plan + plan_len])
-        text = bytes(view[places.replicas : places.replicas + replicas_len])
-        none: dict[str, Any] = {"kept": (), "left": (), "sets": ()}
-        replicas = load_fields(strict_loads(text, what=_WHAT), _REPLICAS) if text else none
-        kept, left = (Layout.ordered(replicas[key]) if replicas[key] else None for key in ("kept", "left"))
-        names = [name for each in (layout, kept, left) if each is not None for name in names_of(each.leaves)]
+        plan = load_fields(strict_loads(bytes(view[places.plan : places.plan + plan_len]), what=_WHAT), _PLAN)
+        kept, left, constants = (
+            Layout.ordered(plan[key]) if plan[key] else NO_LEAVES for key in ("kept", "left", "constants")
+        )
+        image = SlotImage(Layout.ordered(plan["shard"]), constants, kept, left)
+        names = names_of(image.ordinary)
         if len(set(names)) != len(names):
             raise ValueError("it has a leaf twice that another rank writes or holds")
-        constants = None
-        if constants_len:
-            constants = layout_of(view[places.constants : places.constants + constants_len])
-            check_constants(SlotImage(layout, None, kept, left).ordinary, constants.leaves)
+        if constants.leaves:
+            check_constants(image.ordinary, constants.leaves)
+        _check_sets(plan["sets"], image)
+        if count != len(image.leaves):
+            raise ValueError(f"it has {count} digests for {len(image.leaves)} leaves")
         digests = array("Q", bytes(view[places.table : places.values]))
-        values = bytes(view[places.values : places.num_bytes])
-        found = cls(layout, digests, values, constants, kept, replicas["sets"], left)
-        if text:
-            _check_sets(found.sets, found.image)
-        if count != len(found.leaves):
-            raise ValueError(f"it has {count} digests for {len(found.leaves)} leaves")
-        return found
-
-
-_REPLICAS = fields(
-    kept=LEAVES,
-    left=LEAVES,
-    sets=items(
-        row(ReplicaSet, ranks=RANKS, indexes=items(integer()), writers=WRITERS, owners=WRITERS), MAX_LEAVES
-    ),
-)
+        return cls(image, plan["sets"], digests, bytes(view[places.values : places.num_bytes]))
 
 
 def _check_sets(sets: Sequence[ReplicaSet], image: SlotImage) -> None:

@@ -394,7 +394,7 @@ class Slot(forks.OwnDescriptor):
             )
         metadata = Metadata.unpack(data)
         image, record = metadata.image, sealed.record
-        found = image.shard.data_start, image.num_bytes, image.constants_bytes
+        found = image.shard.data_start, image.num_bytes, image.constants.num_bytes
         if found != (record.data_start, record.image_bytes, record.constants_bytes):
             raise DamagedError("A slot's plan contradicts its record. It is not used.", step=sealed.step)
         return metadata
@@ -408,7 +408,7 @@ class Slot(forks.OwnDescriptor):
             held = self.metadata(sealed) if sealed is not None else None
         except DamagedError:
             held = None
-        if held is None or held.layout != metadata.constants:
+        if held is None or held.image.shard != metadata.image.constants:
             return list(range(first, len(metadata.leaves)))
         pairs = enumerate(zip(held.digests, metadata.constants_digests, strict=True), first)
         return [index for index, (digest, wanted) in pairs if digest != wanted]

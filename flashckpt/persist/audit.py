@@ -77,7 +77,7 @@ def audit(snapshot: SealedSnapshot, is_stopped: Callable[[], bool] = lambda: Fal
         metadata = slot.metadata(sealed)
         crashpoints.point("audit.begun")
         sources = snapshot.sources(metadata)
-        if metadata.constants is not None and len(sources) == 1:
+        if metadata.image.constants.leaves and len(sources) == 1:
             return False  # the constants are not handed over yet, or gone: the writer decides
         leaves = differing(metadata, sources, is_stopped)
     except Stopped:

@@ -172,7 +172,7 @@ class Writer:
 
     def _write_rank(self, tried: _Try, content: PinnedContent, view: View) -> RankRecord:
         """Write the shards of a rank, and audit the bytes on the way."""
-        snapshot, metadata, layout = content.snapshot, content.metadata, content.metadata.layout
+        snapshot, metadata, layout = content.snapshot, content.metadata, content.metadata.image.shard
         began = time.monotonic()
         with _torn_in(snapshot):
             check_cached(snapshot.slot, metadata, range(metadata.image.first_left))
@@ -232,7 +232,7 @@ def _checked(snapshot: SealedSnapshot) -> PinnedContent:
             values = strict_loads(metadata.values, what="a slot's values")
         except DamagedError as error:
             raise Torn(str(error)) from error
-        check_header(snapshot.slot, metadata.layout)
+        check_header(snapshot.slot, metadata.image.shard)
     return PinnedContent(snapshot, sealed.record.captured_ns, metadata, values)
 
 
@@ -327,8 +327,8 @@ class FrozenFiles:
         its bytes. Otherwise the bytes in memory are needed: raises Torn if they are not those of the
         boundary, RegionGone if their region is missing, OSError, FlashckptError.
         """
-        layout = content.metadata.constants
-        if layout is None:
+        layout = content.metadata.image.constants
+        if not layout.leaves:
             return None, 0
         num_bytes, found = 0, self._existing(content, layout, folder, view)
         if found is None:

@@ -568,7 +568,7 @@ def _wrong_leaves(snapshot: SealedSnapshot) -> tuple[list[str], list[str]]:
         if (sealed := slot.sealed()) is None:
             return ["it was overwritten"], []
         metadata = slot.metadata(sealed)
-        check_header(slot, metadata.layout)
+        check_header(slot, metadata.image.shard)
         wrong = differing(metadata, snapshot.sources(metadata))
     except (DamagedError, Torn, OSError) as error:
         return [str(error)], []

@@ -115,7 +115,7 @@ def load(held: Held, threads: int) -> Snapshot:
 def _audited(held: Held, threads: int) -> Snapshot:
     metadata = held.slot.metadata(held.sealed)
     ranges = [SlotRange(held.slot, 0, metadata.image.num_bytes)]
-    if metadata.constants is not None:
+    if metadata.image.constants.leaves:
         held.region = next((each for each in held.constants if not each.not_held(metadata)), None)
         if held.region is None:
             raise DamagedError(
@@ -123,7 +123,7 @@ def _audited(held: Held, threads: int) -> Snapshot:
                 "node. It is passed over.",
                 step=held.step,
             )
-        ranges.append(SlotRange(held.region, 0, metadata.image.constants_bytes))
+        ranges.append(SlotRange(held.region, 0, metadata.image.constants.num_bytes))
     own = len(ranges)
     fetched = fetch(ranges + _left_to_others(held, metadata), held.step, threads)
     layout, images, left = metadata.image, fetched[:own], fetched[own:]
@@ -157,24 +157,22 @@ def _audited(held: Held, threads: int) -> Snapshot:
         values=decode_json(metadata.values),
         tensors={leaf.name: tensor for _, leaf, tensor in found},
         constants=frozenset(leaf.name for index, leaf, _ in found if index >= layout.first_constant),
-        region=(constants, tuple(metadata.digests[layout.first_constant :]))
-        if constants is not None
-        else None,
+        region=(constants, tuple(metadata.constants_digests)) if constants.leaves else None,
     )
 
 
 def _left_to_others(held: Held, metadata: Metadata) -> list[SlotRange]:
     """Return the range of each leaf that was left to another rank, unverified. Raises DamagedError if some
     are not there."""
-    if metadata.left is None:
+    if not metadata.image.left.leaves:
         return []
     owners, first = dict(metadata.divided()), metadata.image.first_left
     wanted: dict[int, list[tuple[object, int]]] = {}
-    for index, leaf in enumerate(metadata.left.leaves, first):
+    for index, leaf in enumerate(metadata.image.left.leaves, first):
         wanted.setdefault(owners[index], []).append((leaf.content, metadata.digests[index]))
     chosen = {rank: _slot_of_owner(held, rank, leaves) for rank, leaves in wanted.items()}
     found = []
-    for index, leaf in enumerate(metadata.left.leaves, first):
+    for index, leaf in enumerate(metadata.image.left.leaves, first):
         slot, starts = chosen[owners[index]]
         found.append(SlotRange(slot, starts[leaf.content, metadata.digests[index]], leaf.num_bytes))
     return found

@@ -65,7 +65,7 @@ class Content:
         self.leaves: dict[str, bytes] = {}
         self.torn: list[str] = []
         self.constants_nonce = sealed.record.constants_nonce
-        assert self.layout.left is None, "another rank's slot has a part of it"
+        assert not self.layout.left.leaves, "another rank's slot has a part of it"
         own, outdated = self.layout.first_constant, self.layout.outdated
         region = REGIONS[self.constants_nonce] if self.constants_nonce else slot
         assert not (self.constants_nonce and region.not_held(metadata)), "no region was sealed with these"

@@ -1,7 +1,6 @@
 """Replicas in a slot's metadata: round trip, and refusal of contradictions."""
 
 import json
-from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -9,17 +8,10 @@ import pytest
 
 from flashckpt.errors import DamagedError
 from flashckpt.format.layout import PAGE, Layout, Leaf, SlotImage, ranks_of
-from flashckpt.format.metadata import (
-    Metadata,
-    ReplicaSet,
-    geometry,
-    header,
-    plan_bytes,
-    replicas_bytes,
-)
+from flashckpt.format.metadata import Metadata, ReplicaSet, plan_bytes
 from tests.hostile.test_hostile_records import put
+from tests.keeper.region import write_metadata
 
-VALUES = b"{}"
 SHARD = Layout.of([Leaf(name=name, dtype="float32", shape=(3,)) for name in ("mine", "own", "theirs too")])
 KEPT = Layout.of(
     [
@@ -37,24 +29,15 @@ SETS = (
 )
 
 
-def block(replicas: bytes, constants: Layout | None = CONSTANTS, count: int = 7) -> bytes:
-    plan, fixed = plan_bytes(SHARD), plan_bytes(constants) if constants is not None else b""
-    sizes = len(plan), count, len(VALUES), len(fixed), len(replicas)
-    places = geometry(*sizes)
-    data = bytearray(places.num_bytes)
-    data[:64] = header(*sizes)
-    data[places.plan : places.plan + len(plan)] = plan
-    data[places.constants : places.constants + len(fixed)] = fixed
-    data[places.replicas : places.replicas + len(replicas)] = replicas
-    data[places.table : places.values] = array("Q", range(10, 10 + count)).tobytes()
-    data[places.values :] = VALUES
-    return bytes(data)
+def block(plan: bytes) -> memoryview:
+    data = memoryview(bytearray(8192))
+    write_metadata(data, plan, range(10, 17))
+    return data
 
 
 def test_round_trip() -> None:
-    found = Metadata.unpack(block(replicas_bytes(KEPT, LEFT, SETS)))
-    assert (found.layout, found.constants, found.kept, found.sets) == (SHARD, CONSTANTS, KEPT, SETS)
-    assert found.image == IMAGE
+    found = Metadata.unpack(block(plan_bytes(IMAGE, SETS)))
+    assert (found.image, found.sets) == (IMAGE, SETS)
     names = [leaf.name for leaf in found.leaves]
     assert names == ["mine", "own", "theirs too", "wide", "kept", "left", "frozen"]
     assert (IMAGE.first_left, IMAGE.first_constant) == (5, 6)
@@ -67,12 +50,6 @@ def test_round_trip() -> None:
     assert [(leaf.name, digest, by) for leaf, digest, by in second.rows()] == [
         ("wide", 13, 2), ("left", 15, 2),
     ]  # fmt: skip
-
-
-def test_without_replicas_nothing_is_encoded() -> None:
-    found = Metadata.unpack(block(replicas_bytes(None, None, ()), count=4))
-    assert (found.kept, found.sets, found.replicas()) == (None, (), ())
-    assert replicas_bytes(None, None, ()) == b""
 
 
 def test_kept_leaves_start_on_a_page_after_the_shard() -> None:
@@ -116,13 +93,13 @@ def test_kept_leaves_start_on_a_page_after_the_shard() -> None:
     ],
 )
 def test_contradictions_are_refused(change: Callable[[Any], None]) -> None:
-    said = json.loads(replicas_bytes(KEPT, LEFT, SETS))
+    said = json.loads(plan_bytes(IMAGE, SETS))
     change(said)
     with pytest.raises(DamagedError):
         Metadata.unpack(block(json.dumps(said).encode()))
 
 
-@pytest.mark.parametrize("said", [b"{", b"[]", b"{}", b"\xff", b'{"kept":{},"left":{},"sets":[]}'])
+@pytest.mark.parametrize("said", [b"{", b"[]", b"{}", b"\xff"])
 def test_an_empty_encoding_is_refused(said: bytes) -> None:
     with pytest.raises(DamagedError):
         Metadata.unpack(block(said))

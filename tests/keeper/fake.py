@@ -22,7 +22,7 @@ from flashckpt.commit.steps import read_step
 from flashckpt.commit.verification import verify_file
 from flashckpt.commit.view import View, open_run
 from flashckpt.format import metadata
-from flashckpt.format.layout import Layout, Leaf, SlotImage
+from flashckpt.format.layout import NO_LEAVES, Layout, Leaf, SlotImage
 from flashckpt.format.names import AttemptName, CommitName, SnapshotId
 from flashckpt.keeper.client import KeeperClient, SlotGrant
 from flashckpt.memory.cache_folder import CachePlace
@@ -58,10 +58,10 @@ def layout_for(kib: int) -> Layout:
     )
 
 
-def constants_for(kib: int) -> Layout | None:
+def constants_for(kib: int) -> Layout:
     """What never changes, of two dtypes: none for 0."""
     if not kib:
-        return None
+        return NO_LEAVES
     return Layout.of(
         [
             Leaf(name="base.weight", dtype="float32", shape=(kib, 256)),
@@ -186,17 +186,11 @@ class FakeTrainer:
         if resumed is not None and loaded is not None:
             self.client.started(resumed)
 
-    def plans(self) -> tuple[bytes, bytes]:
-        constants = self.image.constants
-        fixed = metadata.plan_bytes(constants) if constants is not None else b""
-        return metadata.plan_bytes(self.layout), fixed
-
-    def sizes(self) -> tuple[int, int, int, int]:
-        plan, fixed = self.plans()
-        return len(plan), len(self.image.leaves), len(VALUES), len(fixed)
+    def sizes(self) -> tuple[int, int, int]:
+        return len(metadata.plan_bytes(self.image)), len(self.image.leaves), len(VALUES)
 
     def take_slots(self, count: int = 3) -> None:
-        if self.image.constants is not None and self.region is None:
+        if self.image.constants.leaves and self.region is None:
             self.fill_region()
         size = metadata.geometry(*self.sizes()).num_bytes
         self.grants = self.client.slots(count, SlotSize(size, self.layout.num_bytes))
@@ -247,9 +241,9 @@ class FakeTrainer:
         if generation is None:
             return None
         layout, leaves = self.layout, self.image.leaves
-        plan, fixed = self.plans()
+        plan, fixed = metadata.plan_bytes(self.image), self.image.constants
         untaken = [(1 << 64) - 1] * len(leaves)
-        places = write_metadata(slot.metadata_view, plan, untaken, VALUES, fixed)
+        places = write_metadata(slot.metadata_view, plan, untaken, VALUES)
         slot.image_view[: layout.data_start] = layout.header
         own = layout.leaves
         data = [bytearray(content(leaf, step)) for leaf in own]
@@ -261,15 +255,15 @@ class FakeTrainer:
             slot.metadata_address + places.table,
             1,
         )
-        if fixed:
+        if fixed.leaves:
             table = places.table + 8 * len(own)
             slot.metadata_view[table : places.values] = self._region_digests().tobytes()
         slot.write_record(
             record_of(
                 self.attempt, step, generation, layout, places,
                 boundary=step if self.boundary is None else self.boundary,
-                constants_bytes=self.image.constants_bytes,
-                constants_nonce=self.region.header.nonce if fixed and self.region is not None else 0,
+                constants_bytes=fixed.num_bytes,
+                constants_nonce=self.region.header.nonce if fixed.leaves and self.region is not None else 0,
             )
         )  # fmt: skip
         return slot, generation

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from flashckpt import _native
 from flashckpt.format import metadata
-from flashckpt.format.layout import Layout
+from flashckpt.format.layout import Layout, SlotImage
 from flashckpt.format.names import AttemptName
 from flashckpt.memory.region import Record
 from flashckpt.memory.slot import Slot
@@ -15,14 +15,13 @@ VALUES = b"{}"
 
 
 def write_metadata(
-    view: memoryview, plan: bytes, digests: Sequence[int], values: bytes, constants: bytes = b""
+    view: memoryview, plan: bytes, digests: Sequence[int], values: bytes = VALUES
 ) -> metadata.Geometry:
-    """Write a whole block: plans in JSON, as `plan_bytes` gives them. Returns where its parts stand."""
-    sizes = len(plan), len(digests), len(values), len(constants)
+    """Write a whole block: a plan as `plan_bytes` gives it. Returns where its parts stand."""
+    sizes = len(plan), len(digests), len(values)
     places, head = metadata.geometry(*sizes), metadata.header(*sizes)
     view[: len(head)] = head
     view[places.plan : places.plan + len(plan)] = plan
-    view[places.constants : places.constants + len(constants)] = constants
     view[places.table : places.values] = array("Q", digests).tobytes()
     view[places.values : places.num_bytes] = values
     return places
@@ -60,13 +59,13 @@ def write_constants(
     """Write and seal a region: the bytes of each leaf, at the place that the layout gives it."""
     found = [bytearray(each) for each in data]
     digests = array("Q", [_native.digest(_native.address_of(each), len(each)) for each in found])
-    plan = metadata.plan_bytes(layout)
+    plan = metadata.plan_bytes(SlotImage(layout))
     generation = region.begin(owner)
     assert generation is not None
     region.image_view[: layout.data_start] = layout.header
     for leaf, each in zip(layout.leaves, found, strict=True):
         start = layout.data_start + leaf.offset
         region.image_view[start : start + len(each)] = each
-    places = write_metadata(region.metadata_view, plan, digests, VALUES)
+    places = write_metadata(region.metadata_view, plan, digests)
     region.write_record(record_of(attempt, 0, generation, layout, places))
     seal(region, owner, generation, places)

@@ -12,7 +12,7 @@ import pytest
 from flashckpt import _native
 from flashckpt.errors import DamagedError, FormatError
 from flashckpt.format import metadata
-from flashckpt.format.layout import Layout, Leaf
+from flashckpt.format.layout import Layout, Leaf, SlotImage
 from flashckpt.format.metadata import Metadata
 from flashckpt.format.names import AttemptName
 from flashckpt.memory import region
@@ -33,9 +33,9 @@ def fill_shared(slot: Slot, digests: array[int] | None = None, **changes: int) -
     """Seal a snapshot that names a region; `changes` are to its record. Its generation."""
     generation = slot.begin(1)
     assert generation is not None
-    plan, constants_plan = metadata.plan_bytes(LAYOUT), metadata.plan_bytes(CONSTANTS)
+    plan = metadata.plan_bytes(SlotImage(LAYOUT, CONSTANTS))
     table = array("Q", [1, 2]) + (digests or array("Q", [3, 4]))
-    places = write_metadata(slot.metadata_view, plan, table, VALUES, constants_plan)
+    places = write_metadata(slot.metadata_view, plan, table, VALUES)
     how = {"constants_bytes": CONSTANTS.num_bytes, "constants_nonce": NONCE, **changes}
     slot.write_record(record_of(ATTEMPT, 5, generation, LAYOUT, places, **how))
     seal(slot, 1, generation, places)
@@ -127,7 +127,7 @@ def test_constants_have_a_region_and_take_no_room(num_bytes: int, nonce: int, fi
 def test_metadata_with_constants_comes_back(slot: Slot) -> None:
     fill_shared(slot)
     found = found_in(slot)
-    assert (found.constants, list(found.constants_digests)) == (CONSTANTS, [3, 4])
+    assert (found.image.constants, list(found.constants_digests)) == (CONSTANTS, [3, 4])
     assert found.leaves == LAYOUT.leaves + CONSTANTS.leaves
     first, own = CONSTANTS.data_start, len(LAYOUT.leaves)
     assert found.image.starts()[own:] == [first + leaf.offset for leaf in CONSTANTS.leaves]
@@ -137,8 +137,7 @@ def test_metadata_with_constants_comes_back(slot: Slot) -> None:
 def with_constants(shard: Layout, constants: Layout) -> Metadata:
     block = memoryview(bytearray(8192))
     digests = range(1, len(shard.leaves) + len(constants.leaves) + 1)
-    plans = metadata.plan_bytes(shard), metadata.plan_bytes(constants)
-    places = write_metadata(block, plans[0], digests, VALUES, plans[1])
+    places = write_metadata(block, metadata.plan_bytes(SlotImage(shard, constants)), digests)
     return Metadata.unpack(block[: places.num_bytes])
 
 
@@ -193,7 +192,7 @@ def test_a_region_is_a_snapshots_own_by_plan_and_digests_while_it_is_sealed_and_
     renamed = Layout.of([replace(leaf, name=leaf.name * 2) for leaf in CONSTANTS.leaves])
     retyped = Layout.of([replace(leaf, dtype="int8", shape=(leaf.num_bytes,)) for leaf in CONSTANTS.leaves])
     for other in (renamed, retyped, Layout.of(CONSTANTS.leaves[:1])):
-        assert filled.not_held(replace(found, constants=other))
+        assert filled.not_held(replace(found, image=SlotImage(LAYOUT, other)))
     for offset in (page.RECORD_OFFSET + 30, 4096 + 70):
         flip(filled, offset)
         assert filled.not_held(found)

@@ -36,7 +36,7 @@ class Rank(FakeTrainer):
 
     def __init__(self, regions: Regions, rank: int, attempt: AttemptName) -> None:
         self.layout, self.attempt, self.region = layout_for(16 + rank), attempt, None
-        self.image, self.sealer = SlotImage(self.layout, None), _native.Sealer()
+        self.image, self.sealer = SlotImage(self.layout), _native.Sealer()
         size = SlotSize(metadata.geometry(*self.sizes()).num_bytes, self.layout.num_bytes)
         self.make_slots(regions, rank, range(3), size)
 

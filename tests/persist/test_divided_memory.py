@@ -81,7 +81,7 @@ def test_what_a_rank_writes_stands_in_its_own_slot(node: Node, ranks: list[Shari
         metadata = slot.metadata(sealed)
         left = metadata.image.leaves[metadata.image.first_left : metadata.image.first_constant]
         assert left
-        assert not {leaf.name for leaf in metadata.layout.leaves} & {leaf.name for leaf in left}
+        assert not {leaf.name for leaf in metadata.image.shard.leaves} & {leaf.name for leaf in left}
         snapshot = SealedSnapshot(slot, sealed.generation, rank.owners[slot.name])
         assert audit(snapshot) is True
         slot.image_view[metadata.image.starts()[metadata.image.first_left - 1]] ^= 1
@@ -100,7 +100,7 @@ def test_a_slot_of_another_rank_that_is_not_what_it_was_makes_it_unreadable(
         assert held.lacks() == (1,)
     elif what == "flipped":
         image = slot.metadata(sealed).image
-        left = {leaf.name for leaf in rank.newest()[0].metadata(rank.newest()[1]).left.leaves}  # type: ignore[union-attr]
+        left = {leaf.name for leaf in rank.newest()[0].metadata(rank.newest()[1]).image.left.leaves}
         rows = zip(image.own, image.starts(), strict=False)
         slot.image_view[next(start for leaf, start in rows if leaf.name in left and leaf.num_bytes)] ^= 1
     elif what == "another boundary":

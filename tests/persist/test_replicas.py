@@ -169,7 +169,7 @@ def test_a_tear_in_what_another_rank_writes_is_seen_in_memory(make_nodes: Make) 
     snapshot = SealedSnapshot(slot, generation, rank.owners[slot.name])
     assert differing(metadata, snapshot.sources(metadata)) == []
     kept = metadata.image.first_left - 1
-    assert kept >= len(metadata.layout.leaves), "a leaf that another rank writes"
+    assert kept >= len(metadata.image.shard.leaves), "a leaf that another rank writes"
     slot.image_view[metadata.image.starts()[kept]] ^= 1
     assert differing(metadata, snapshot.sources(metadata)) == [kept]
     with pytest.raises(DamagedError, match="not what was captured"):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flashckpt.capture.schedule import Every
-from flashckpt.format.layout import Layout
+from flashckpt.format.layout import Layout, SlotImage
 from flashckpt.format.metadata import Metadata
 from flashckpt.memory.region import Record
 from flashckpt.memory.slot import Sealed, SlotRing, SlotState, Word
@@ -59,7 +59,7 @@ class PlayedSlot:
 
     def metadata(self, sealed: Sealed) -> Metadata:
         """Of a state without leaves."""
-        return Metadata(Layout.of(()), array("Q"), b"{}")
+        return Metadata(SlotImage(Layout.of(())), (), array("Q"), b"{}")
 
     def set_complete(self, attempt_number: int, boundary: int) -> None:
         self.complete = attempt_number, boundary
