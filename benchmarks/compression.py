@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader
 from benchmarks.machine import describe
 from flashckpt.format.layout import Layout, Leaf
 from flashckpt.format.manifest import COMPRESSED
-from flashckpt.format.records import CHUNK_BYTES, Contents, ShardRecord
+from flashckpt.format.records import Contents
 from flashckpt.options import Compress
 from flashckpt.store.base import Entry, MemoryRange, Store, Written
 from flashckpt.store.compressed_file import is_worth, write_compressed
@@ -100,17 +100,7 @@ class Shard:
         self.range = MemoryRange(descriptor, 0)
 
     def contents(self, written: Written) -> Contents:
-        return Contents(
-            shard=ShardRecord(
-                file=_NAME,
-                num_bytes=self.layout.num_bytes,
-                data_start=self.layout.data_start,
-                chunk_bytes=CHUNK_BYTES,
-                checksums=written.checksums,
-            ),
-            leaves=self.layout.leaves,
-            digests=tuple(written.digests),
-        )
+        return Contents.of(_NAME, self.layout, written.checksums, written.digests)
 
 
 class Sink:

@@ -37,7 +37,7 @@ from flashckpt.format.checked_json import TAIL_BYTES, dump
 from flashckpt.format.layout import Box, Layout, Leaf
 from flashckpt.format.manifest import PART, File, PartHead, part_name, shard_name
 from flashckpt.format.names import AttemptName, CommitName, SnapshotId
-from flashckpt.format.records import CHUNK_BYTES, Part, RankRecord, ShardRecord
+from flashckpt.format.records import CHUNK_BYTES, Contents, Part, RankRecord
 from flashckpt.options import Keep
 from flashckpt.restore.step_tensors import StepRanks, TensorSlice
 from flashckpt.store.local import LocalStore
@@ -103,10 +103,10 @@ def rank_record(rank: int, world: int) -> RankRecord:
     checksums = bytes(16 * -(-layout.num_bytes // CHUNK_BYTES))
     # A count of steps is alike on all ranks.
     own = [(rank * 1_000_003 if leaf.box else 0) + i for i, leaf in enumerate(layout.leaves)]
-    digests = tuple(number * 0x9E3779B97F4A7C15 % 2**64 for number in own)
-    shard = ShardRecord.of(shard_name(rank, NONCE), layout, checksums)
+    digests = [number * 0x9E3779B97F4A7C15 % 2**64 for number in own]
+    shard = Contents.of(shard_name(rank, NONCE), layout, checksums, digests)
     values = {"progress": {"step": 100, "epoch": 3, "loader": {"position": 123_456, "seed": 5}}}
-    return RankRecord(rank=rank, shard=shard, leaves=layout.leaves, digests=digests, values=values)
+    return RankRecord(rank=rank, shard=shard, values=values)
 
 
 def part_of(node: int, world: int, step: int, attempt: AttemptName) -> Part:

@@ -83,15 +83,12 @@ class Flashckpt:
         memory.sums.write_text(json.dumps(found))
 
     def download(self, memory: Memory) -> None:
-        from flashckpt.format.records import Contents, ShardRecord
+        from flashckpt.format.records import Contents
         from flashckpt.store.read_plan import read_shard
 
         found, layout = json.loads(memory.sums.read_text()), layout_of(memory.leaf_bytes)
-        contents = Contents(
-            shard=ShardRecord.of(self._path, layout, bytes.fromhex(found["checksums"])),
-            leaves=layout.leaves,
-            digests=tuple(found["digests"]),
-        )
+        checksums = bytes.fromhex(found["checksums"])
+        contents = Contents.of(self._path, layout, checksums, found["digests"])
         read = read_shard(self._store, self._path, contents, memoryview(memory.room))
         if read.bad_chunks or read.wrong_leaves(contents):
             raise RuntimeError("what came back is not what was sent")

@@ -288,13 +288,12 @@ def rank_rows(store: Store, record: StepRecord) -> list[RankTimes]:
     rows = []
     for part in record.parts:
         for rank in part.ranks:
-            files = [rank.shard, *([rank.constants.shard] if rank.constants is not None else [])]
             rows.append(
                 RankTimes(
                     rank=rank.rank,
                     node=part.node,
                     file=rank.shard.file,
-                    num_bytes=sum(each.num_bytes for each in files),
+                    num_bytes=sum(each.num_bytes for each in rank.files),
                     far=tuple(name for name in TIMES if rank.rank in far[name]),
                     **found_by_rank.get(rank.rank, {}),
                 )

@@ -204,9 +204,7 @@ class StepRecord:
 
     def files(self, rank: int) -> list[tuple[str, Contents]]:
         """A rank's shard, and its frozen file if it has one, each with its path in the store."""
-        mine = self.rank(rank)
-        files = [mine.contents] if mine.constants is None else [mine.contents, mine.constants]
-        return [(self.places[each.shard.file], each) for each in files]
+        return [(self.places[each.file], each) for each in self.rank(rank).files]
 
     def part_path(self, place: int) -> str:
         """The path of a part, by its index in the manifest."""
@@ -233,7 +231,7 @@ class StepRecord:
 
     def written(self, rank: int) -> list[FileLeaf]:
         """The leaves of a rank's state in its own files."""
-        files = {contents.shard.file: (path, contents) for path, contents in self.files(rank)}
+        files = {contents.file: (path, contents) for path, contents in self.files(rank)}
         return [FileLeaf(*files[file], leaf, digest) for file, leaf, digest in self.rank(rank).counted()]
 
 
@@ -310,9 +308,7 @@ def step_of(store: Store, manifest: Manifest) -> StepRecord:
         row = manifest.parts[place]
         part = Part.from_bytes(read_named_bytes(store, manifest, row), f"{folder}/{row.name}")
         _of_step(part, manifest, row)
-        shards = [each.shard for each in part.ranks]
-        shards += [each.constants.shard for each in part.ranks if each.constants is not None]
-        named = {(each.file, each.num_bytes) for each in shards}
+        named = {(each.file, each.num_bytes) for rank in part.ranks for each in rank.files}
         if not all(file + COMPRESSED in compressed for file, _ in named - files):
             raise damaged(folder, "its manifest names other files than its parts", manifest.step)
         return part

@@ -172,7 +172,7 @@ def _shards(record: StepRecord, known: dict[_Claimed, Row], read: _Read) -> Iter
             yield _problem(record.store, record.name, error.path or record.folder, error)
             continue
         for file, contents in files:
-            claimed = file, contents.shard.num_bytes, contents.shard.checksums, contents.digests
+            claimed = file, contents.num_bytes, contents.checksums, contents.digests
             is_known = claimed in known
             if not is_known:
                 state, detail = read(file, contents)
@@ -181,7 +181,7 @@ def _shards(record: StepRecord, known: dict[_Claimed, Row], read: _Read) -> Iter
             if row.status == "ok" and file in misfits:
                 row = replace(row, status="damaged", detail="its length is not the one in the manifest")
             if not is_known or row.status != "ok":
-                yield replace(row, num_bytes=0 if is_known else contents.shard.num_bytes)
+                yield replace(row, num_bytes=0 if is_known else contents.num_bytes)
 
 
 def _bytes_of(records: Iterable[StepRecord]) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 
 from flashckpt.format.layout import Layout
-from flashckpt.format.records import CHUNK_BYTES, Contents, ShardRecord
+from flashckpt.format.records import CHUNK_BYTES, Contents
 from flashckpt.store.base import Store
 from flashckpt.store.read_plan import ImageSums
 
@@ -39,5 +39,4 @@ def write_image(
                     progress(done, layout.num_bytes)
 
     store.write_parts(path, chunks(), layout.num_bytes)
-    shard = ShardRecord.of(path.rpartition("/")[2], layout, sums.checksums())
-    return Contents(shard=shard, leaves=layout.leaves, digests=tuple(sums.digests()))
+    return Contents.of(path.rpartition("/")[2], layout, sums.checksums(), sums.digests())

@@ -202,9 +202,7 @@ def _write(store: Store, rank: int, items: Sequence[WriteItem], planner: SavePla
             yield host_bytes(held)
 
     written = write_image(store, shard_name(rank, secrets.token_hex(8)), layout, leaves())
-    return RankRecord(
-        rank=rank, shard=written.shard, leaves=written.leaves, digests=written.digests, values=values
-    )
+    return RankRecord(rank=rank, shard=written, values=values)
 
 
 def _leaf(name: str, item: WriteItem) -> Leaf:

@@ -5,8 +5,9 @@ the encoding behind the head of a part (format/manifest.py); never opens a file.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from flashckpt.format.catalogue import CHECKSUM, Folder
@@ -48,28 +49,25 @@ MAX_VALUES_BYTES = 192 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShardRecord:
-    """A safetensors file. `checksums` has 16 bytes (XXH3-128) for each chunk of `chunk_bytes`."""
+class Contents:
+    """A safetensors file, its leaves in image order, and the 64-bit digest of each leaf. `checksums` has 16
+    bytes (XXH3-128) for each chunk of `chunk_bytes`."""
 
     file: str
     num_bytes: int
     data_start: int
     chunk_bytes: int = CHUNK_BYTES
     checksums: bytes = field(repr=False)
-
-    @classmethod
-    def of(cls, file: str, layout: Layout, checksums: bytes) -> ShardRecord:
-        """The record of an image written as `file`."""
-        return cls(file=file, num_bytes=layout.num_bytes, data_start=layout.data_start, checksums=checksums)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Contents:
-    """A file, its leaves in image order, and the 64-bit digest of each leaf."""
-
-    shard: ShardRecord
     leaves: tuple[Leaf, ...] = field(repr=False)
     digests: tuple[int, ...] = field(repr=False)
+
+    @classmethod
+    def of(cls, file: str, layout: Layout, checksums: bytes, digests: Iterable[int]) -> Contents:
+        """The record of an image written as `file`."""
+        return cls(
+            file=file, num_bytes=layout.num_bytes, data_start=layout.data_start, checksums=checksums,
+            leaves=layout.leaves, digests=tuple(digests),
+        )  # fmt: skip
 
     def layout(self) -> Layout:
         """The layout, which follows from the leaves."""
@@ -81,32 +79,32 @@ class RankRecord:
     """One rank's share of a step: its shard, the constants that several steps share, and the values.
 
     `base`: the folder of the file with the constants. `values`: JSON of the state that is not in tensors,
-    opaque here. `digests`: in the order of `leaves`.
+    opaque here.
     `replicas`: tables of the leaves that this rank and others declare identical; any of the ranks wrote them.
     """
 
     rank: int
-    shard: ShardRecord
-    leaves: tuple[Leaf, ...] = field(repr=False)
-    digests: tuple[int, ...] = field(repr=False)
+    shard: Contents
     values: Mapping[str, Any] = field(repr=False)
     constants: Contents | None = None
     base: Folder | None = None
     replicas: tuple[Replicas, ...] = field(default=(), repr=False)
 
     @property
-    def contents(self) -> Contents:
-        return Contents(shard=self.shard, leaves=self.leaves, digests=self.digests)
+    def files(self) -> list[Contents]:
+        """Its shard, and its file of constants if it has one."""
+        return [self.shard] if self.constants is None else [self.shard, self.constants]
 
     def counted(self) -> list[tuple[str, Leaf, int]]:
         """Each leaf of the state in a file of this rank once, with file and digest. Skips outdated constants:
         if the shard or another rank has a constant too, it has changed since its file was written."""
-        rows = [(self.shard.file, *pair) for pair in zip(self.leaves, self.digests, strict=True)]
-        if self.constants is not None:
-            current = [*self.leaves, *(leaf for _, leaf, _ in self.elsewhere())]
-            stale = outdated(current, self.constants.leaves)
-            pairs = enumerate(zip(self.constants.leaves, self.constants.digests, strict=True))
-            rows += [(self.constants.shard.file, *pair) for i, pair in pairs if i not in stale]
+        shard, constants = self.shard, self.constants
+        rows = [(shard.file, *pair) for pair in zip(shard.leaves, shard.digests, strict=True)]
+        if constants is not None:
+            current = [*shard.leaves, *(leaf for _, leaf, _ in self.elsewhere())]
+            stale = outdated(current, constants.leaves)
+            pairs = enumerate(zip(constants.leaves, constants.digests, strict=True))
+            rows += [(constants.file, *pair) for i, pair in pairs if i not in stale]
         return rows
 
     def elsewhere(self) -> list[tuple[int, Leaf, int]]:
@@ -168,7 +166,7 @@ class Part(JsonRecord):
         )
         if part.head() != head:
             raise ValueError("its head does not match its ranks")
-        sliced = (leaf.box for each in ranks for leaf in (*each.leaves, *(each.constants or each).leaves))
+        sliced = (leaf.box for rank in ranks for each in rank.files for leaf in each.leaves)
         if part.world == 1 and any(sliced):
             raise ValueError("the only rank has a slice of a leaf, and no rank has the rest")
         return part
@@ -196,7 +194,7 @@ def _files_of(rank: RankRecord, tables: tuple[int, ...]) -> RankFiles:
     frozen = None
     if rank.constants is not None:
         assert rank.base is not None, rank.rank
-        frozen = FrozenFile(rank.base, rank.constants.shard.file, rank.constants.shard.num_bytes)
+        frozen = FrozenFile(rank.base, rank.constants.file, rank.constants.num_bytes)
     return RankFiles(rank.rank, File(rank.shard.file, rank.shard.num_bytes), frozen, tables)
 
 
@@ -207,7 +205,7 @@ def _placed(rank: RankRecord, files: RankFiles, replicas: tuple[Replicas, ...]) 
     base = None if files.frozen is None else files.frozen.base
     placed = replace(rank, rank=files.rank, base=base, replicas=replicas)
     if rank.constants is not None:
-        check_constants(rank.leaves, rank.constants.leaves)
+        check_constants(rank.shard.leaves, rank.constants.leaves)
     _check_replicas(placed)
     return placed
 
@@ -232,41 +230,32 @@ def _check_replicas(rank: RankRecord) -> None:
             raise ValueError(f"files of rank {rank.rank} have {shown!r}, which rank {writer} writes")
 
 
-def _checked(contents: Contents) -> Contents:
+def _checked(**found: Any) -> Contents:
     """Raise ValueError unless the leaves fill the file, and each chunk and each leaf has its checksum."""
-    shard, leaves = contents.shard, contents.leaves
-    if shard.data_start % PAGE or shard.chunk_bytes % PAGE:
+    file = Contents(**found)
+    if file.data_start % PAGE or file.chunk_bytes % PAGE:
         raise ValueError("its data or its chunks do not start on pages")
-    end = leaves[-1].offset + leaves[-1].num_bytes if leaves else 0
-    if shard.data_start + end != shard.num_bytes:
-        raise ValueError(f"its leaves take {end} bytes, its file has {shard.num_bytes - shard.data_start}")
-    if len(shard.checksums) != 16 * -(-shard.num_bytes // shard.chunk_bytes):
+    end = file.leaves[-1].offset + file.leaves[-1].num_bytes if file.leaves else 0
+    if file.data_start + end != file.num_bytes:
+        raise ValueError(f"its leaves take {end} bytes, its file has {file.num_bytes - file.data_start}")
+    if len(file.checksums) != 16 * -(-file.num_bytes // file.chunk_bytes):
         raise ValueError("it has not one checksum for each chunk")
-    if len(contents.digests) != len(leaves):
+    if len(file.digests) != len(file.leaves):
         raise ValueError("it has not one digest for each leaf")
-    return contents
+    return file
 
 
-def _shard_of(pattern: re.Pattern[str]) -> Form[ShardRecord]:
+def _contents_of(pattern: re.Pattern[str]) -> Form[Contents]:
     return record(
-        ShardRecord,
+        _checked,
         file=text(pattern),
         num_bytes=integer(PAGE, MAX_FILE_BYTES),
         data_start=integer(PAGE, MAX_FILE_BYTES),
         chunk_bytes=integer(PAGE, 16 << 20),
         checksums=HEX,
+        leaves=LEAVES,
+        digests=DIGESTS,
     )
-
-
-_CONTENTS: Form[Contents] = record(
-    lambda **found: _checked(Contents(**found)), shard=_shard_of(FROZEN), leaves=LEAVES, digests=DIGESTS
-)
-
-
-def _rank_of(constants: Contents | None, **found: Any) -> RankRecord:
-    rank = RankRecord(rank=0, constants=constants, **found)
-    _checked(rank.contents)
-    return rank
 
 
 _BODY = fields(
@@ -274,11 +263,9 @@ _BODY = fields(
     replicas=items(REPLICAS, MAX_RANK),
     contents=items(
         record(
-            _rank_of,
-            shard=_shard_of(SHARD),
-            leaves=LEAVES,
-            digests=DIGESTS,
-            constants=optional(_CONTENTS),
+            partial(RankRecord, rank=0),
+            shard=_contents_of(SHARD),
+            constants=optional(_contents_of(FROZEN)),
             values=OBJECT,
         ),
         MAX_RANK,

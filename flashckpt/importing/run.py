@@ -153,13 +153,8 @@ def _write_shard(store: Store, folder: Folder, content: _Content, progress: OnPr
 
     name = shard_name(0, secrets.token_hex(6))
     written = write_image(store, f"{folder.path}/{name}", layout, leaves(), progress)
-    return RankRecord(
-        rank=0,
-        shard=written.shard,
-        leaves=written.leaves,
-        digests=written.digests,
-        values=strict_loads(encode_json(content.values), what="values"),
-    )
+    values = strict_loads(encode_json(content.values), what="values")
+    return RankRecord(rank=0, shard=written, values=values)
 
 
 # The mapping of a source

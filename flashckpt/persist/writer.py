@@ -29,7 +29,7 @@ from flashckpt.format.layout import Layout
 from flashckpt.format.manifest import frozen_name, shard_name
 from flashckpt.format.metadata import Metadata
 from flashckpt.format.names import AttemptName, SnapshotId
-from flashckpt.format.records import Contents, Part, RankRecord, ShardRecord
+from flashckpt.format.records import Contents, Part, RankRecord
 from flashckpt.persist.audit import Torn, check_cached, check_header, torn, unlike
 from flashckpt.persist.committer import KnownRun
 from flashckpt.persist.job import JobState, RankWrite, RegionGone, SealedSnapshot, StepJob, StepOutcome
@@ -190,14 +190,14 @@ class Writer:
             crashpoints.point("write.written")
             if leaves := unlike(metadata, written.digests):
                 raise torn(metadata, leaves)
-        shard = ShardRecord.of(name, layout, written.checksums)
+        digests = metadata.digests[: len(layout.leaves)]
+        shard = Contents.of(name, layout, written.checksums, digests)
         tried.num_bytes += num_bytes + shard.num_bytes
         seconds = time.monotonic() - began
         tried.written.append(RankWrite(content.rank, seconds, num_bytes + shard.num_bytes))
         tried.direct = tried.direct and written.direct
-        digests = tuple(metadata.digests[: len(layout.leaves)])
         return RankRecord(
-            rank=content.rank, shard=shard, leaves=layout.leaves, digests=digests, values=content.values,
+            rank=content.rank, shard=shard, values=content.values,
             constants=None if frozen is None else frozen.contents,
             base=None if frozen is None else frozen.base, replicas=metadata.replicas(),
         )  # fmt: skip
@@ -278,7 +278,7 @@ class FrozenLeaves:
 
     @property
     def path(self) -> str:
-        return f"{self.base.path}/{self.contents.shard.file}"
+        return f"{self.base.path}/{self.contents.file}"
 
 
 def _named(view: View, rank: int) -> Iterator[tuple[SnapshotId, FrozenLeaves]]:
@@ -293,7 +293,7 @@ def _named(view: View, rank: int) -> Iterator[tuple[SnapshotId, FrozenLeaves]]:
             record = read_step(view, name)
             constants = record.rank(rank).constants
             files = {each.name: each for each in record.manifest.frozen}
-            if constants is not None and (file := files.get(constants.shard.file)) is not None:
+            if constants is not None and (file := files.get(constants.file)) is not None:
                 yield name.id, FrozenLeaves(file.base, constants)
         except (FlashckptError, OSError) as error:
             log.debug("the frozen leaves of step %d cannot be read: %s", name.step, error)
@@ -352,7 +352,7 @@ class FrozenFiles:
         return None
 
     def _is_there(self, found: FrozenLeaves) -> bool:
-        shard = found.contents.shard
+        shard = found.contents
         files = self._store.list(found.base.path)
         return any((each.name, each.num_bytes) == (shard.file, shard.num_bytes) for each in files)
 
@@ -361,7 +361,7 @@ class FrozenFiles:
         may have rotted since; a server has compared the bytes when they were sent, and guards them."""
         path, contents = found.path, found.contents
         try:
-            descriptor = self._store.descriptor(path, contents.shard.num_bytes)
+            descriptor = self._store.descriptor(path, contents.num_bytes)
         except (OSError, FlashckptError) as error:
             log.warning("%s cannot be opened: %s; the frozen leaves are written again", path, error)
             return False
@@ -401,6 +401,5 @@ class FrozenFiles:
             with contextlib.suppress(OSError, FlashckptError):
                 self._store.remove(path)
             raise
-        shard = ShardRecord.of(name, layout, written.checksums)
-        digests = tuple(metadata.digests[first:])
-        return FrozenLeaves(folder, Contents(shard=shard, leaves=layout.leaves, digests=digests))
+        contents = Contents.of(name, layout, written.checksums, metadata.digests[first:])
+        return FrozenLeaves(folder, contents)

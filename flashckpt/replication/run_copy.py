@@ -214,13 +214,13 @@ class StepCopier:
         for place, row in enumerate(made.parts):
             changed |= self._mend_small(f"{made.folder.path}/{row.name}", record.part_bytes(place))
         for path, contents in files.contents.items():
-            there_path = places[contents.shard.file]
+            there_path = places[contents.file]
             if there_path not in missing:
                 status, why = verify_file(self._target, there_path, contents)
                 if status == "unreadable":
                     raise OSError(errno.EIO, why, f"{self._target.url}/{there_path}")
                 if status == "ok":
-                    _native.fetch_add(self._progress, contents.shard.num_bytes)
+                    _native.fetch_add(self._progress, contents.num_bytes)
                     continue
             with self._image(path, contents, name.step) as image:
                 self._remove(there_path)  # the source is whole
@@ -245,7 +245,7 @@ class StepCopier:
             if _names(found) != _names(manifest):
                 raise self._is_other(target.manifest_path, manifest.step)
             return found
-        lengths = {each.shard.file: each.shard.num_bytes for each in files.contents.values()}
+        lengths = {each.file: each.num_bytes for each in files.contents.values()}
         stored = dict[str, FrozenFile]()
         for folder in sorted({target.folder, *target.bases}):
             for entry in self._target.list(folder.path):
@@ -288,14 +288,14 @@ class StepCopier:
     def _write(self, path: str, there: str, contents: Contents, image: MemoryRange, step: int) -> int:
         """Send the image of the file at `path`. Returns the length of the file, compressed if its name says
         so."""
-        layout, num_bytes = contents.layout(), contents.shard.num_bytes
+        layout, num_bytes = contents.layout(), contents.num_bytes
         if there.endswith(COMPRESSED):
             written, num_bytes = write_compressed(self._target, there, layout, image, progress=self._progress)
         else:
             written = self._target.write_shard(there, layout, image, progress=self._progress)
         crashpoints.point("copy.written")
         # Chunks of another size than today's are covered by the digests of their leaves.
-        is_alike = contents.shard.chunk_bytes != CHUNK_BYTES or written.checksums == contents.shard.checksums
+        is_alike = contents.chunk_bytes != CHUNK_BYTES or written.checksums == contents.checksums
         if not is_alike or tuple(written.digests) != contents.digests:
             with suppress(OSError):
                 self._target.remove(there)
@@ -308,7 +308,7 @@ class StepCopier:
         """The image of a file of the source: the local file, or a spool file with its bytes. All bytes
         were compared with the record before: no damaged byte is sent, and a failing disk raises an error (in
         a mapping it would be a SIGBUS)."""
-        num_bytes = contents.shard.num_bytes
+        num_bytes = contents.num_bytes
         try:
             is_plain = not path.endswith(COMPRESSED)
             descriptor = self._source.descriptor(path, num_bytes) if is_plain else None

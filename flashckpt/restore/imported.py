@@ -58,7 +58,8 @@ class _Binding:
         self._values: dict[str, Any] = decode(dict(rank.values))
         self._entries: dict[str, Any] = self._values["state"]["entries"]
         self._leaves = {
-            leaf.name: (leaf, digest) for leaf, digest in zip(rank.leaves, rank.digests, strict=True)
+            leaf.name: (leaf, digest)
+            for leaf, digest in zip(rank.shard.leaves, rank.shard.digests, strict=True)
         }
         self._named: dict[str, tuple[str, tuple[str, ...]]] = {}
 
@@ -73,14 +74,13 @@ class _Binding:
         # Random states that the source lacks stay those of the program.
         self._values["rng"] = {**rng.capture(), **self._values["rng"]}
         self._values["state"][PARTIAL] = True
-        leaves = tuple(map(self._leaf, self._rank.leaves))
+        leaves = tuple(map(self._leaf, self._rank.shard.leaves))
         names = [name for leaf in leaves for name in (leaf.name, *leaf.aliases)]
         if len(set(names)) != len(names):
             raise ValueError("two of its tensors have one name in the live state")
         self._check_parameters(set(names))
-        return replace(
-            self._rank, leaves=leaves, values=strict_loads(encode_json(self._values), what="values")
-        )
+        values = strict_loads(encode_json(self._values), what="values")
+        return replace(self._rank, shard=replace(self._rank.shard, leaves=leaves), values=values)
 
     def _check_parameters(self, names: set[str]) -> None:
         """Raise MismatchError for an optimizer whose parameters were not imported: state is restored beside

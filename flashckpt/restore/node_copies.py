@@ -73,7 +73,7 @@ def fetched(
                 offers[path] = [os.getpid(), copy.descriptor, os.fstat(copy.descriptor).st_ino]
         copies, offered = dict[str, OwnDescriptor](), exchange(_COPIES, offers).values()
         for path, place in (row for each in offered for row in (each or {}).items()):
-            if path in files and (found := _opened(place, files[path].shard.num_bytes)) is not None:
+            if path in files and (found := _opened(place, files[path].num_bytes)) is not None:
                 closing.callback(found.close)
                 copies[path] = found
         yield NodeCopies(store, copies) if copies else store
@@ -94,7 +94,7 @@ def _divided(needs: Mapping[int, Any]) -> dict[int, list[str]]:
 
 def _fetched(store: Store, path: str, contents: Contents, ranks: int, threads: int) -> OwnDescriptor | None:
     """Return a copy of a file, verified; None if it cannot be made."""
-    num_bytes = contents.shard.num_bytes
+    num_bytes = contents.num_bytes
     with ExitStack() as undo:
         try:
             copy = OwnDescriptor(os.memfd_create("shard-0", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))

@@ -27,7 +27,7 @@ def take(plan: ReadPlan, leaf: Leaf, into: memoryview, parts: Parts) -> None:
     """Add the copies of a leaf that consists of `parts` to a plan; `into` is its memory."""
     wanted = TensorSlice.of(leaf)
     for piece, common in parts:
-        begin = piece.contents.shard.data_start + piece.leaf.offset
+        begin = piece.contents.data_start + piece.leaf.offset
         source, goal, run, steps = copy_of(piece.leaf, begin, piece.region, wanted, 0, common)
         plan.copy(piece.path, piece.contents, source, run, steps, into, goal)
 

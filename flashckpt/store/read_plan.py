@@ -120,7 +120,7 @@ class _File:
     ranges: array[int] = field(default_factory=lambda: array("Q"))
 
     def native(self, digests: _native.LeafDigests, *, direct: bool, progress: int) -> _native.FilePlan:
-        shard = self.contents.shard
+        shard = self.contents
         return _native.FilePlan(
             num_bytes=shard.num_bytes, chunk_bytes=shard.chunk_bytes, checksums=shard.checksums,
             copies=self.copies, parts=self.parts, ranges=self.ranges, digests=digests, direct=direct,
@@ -169,12 +169,12 @@ class ReadPlan:
         high = leaf.num_bytes if high is None else high
         place, is_new = self._digests.place(path, leaf, digest)
         if low < high and (is_new or self._are_shared):
-            begin = contents.shard.data_start + leaf.offset
+            begin = contents.data_start + leaf.offset
             self._of(path, contents).parts.extend((begin + low, begin + high, place, low))
 
     def whole_file(self, path: str, contents: Contents, into: memoryview | None) -> None:
         """Read a whole file. Without memory its bytes are compared and dropped."""
-        file, num_bytes = self._of(path, contents), contents.shard.num_bytes
+        file, num_bytes = self._of(path, contents), contents.num_bytes
         if into is not None:
             self.copy(path, contents, 0, num_bytes, (), into, 0)
         file.ranges.extend((0, num_bytes))
@@ -243,7 +243,7 @@ def read_shard(
     not raised. `progress`: 0, or the address of a u64 to which the number of bytes done is added. Otherwise
     as `Store.read_chunks`."""
     digests = Digests()
-    plan, start = ReadPlan(digests), contents.shard.data_start
+    plan, start = ReadPlan(digests), contents.data_start
     plan.whole_file(path, contents, into)
     header = memoryview(bytearray(start)) if into is None else into[:start]
     if into is None:

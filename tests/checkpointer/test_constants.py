@@ -192,7 +192,7 @@ def test_the_first_snapshot_names_a_region_and_its_slot_holds_the_rest(tmp_path:
     for step in steps:
         each = record(run, step)
         assert [leaf.name for leaf in each.constants.leaves] == ["model.base.weight"]
-        assert each.constants.shard.file == file.name
+        assert each.constants.file == file.name
         assert each.shard.num_bytes < BASE_BYTES // 8
     assert {line["step"]: line["num_bytes"] for line in told(run, "persist", len(steps))} == {
         step: record(run, step).shard.num_bytes + (file.stat().st_size if step == steps[0] else 0)
@@ -227,7 +227,7 @@ def test_a_resume_takes_region_and_slots_back(
         again.train(checkpointer, 1, save=True)
     assert again.bytes() == straight(checkpointer.completed)
     assert flashckpt.verify(run).ok
-    stored = {record(run, step).constants.shard.file for step in flashckpt.steps(run)}
+    stored = {record(run, step).constants.file for step in flashckpt.steps(run)}
     assert len(stored) == 1, "nothing is stored a second time"
 
 
@@ -256,7 +256,7 @@ def test_one_that_changes_is_never_resumed_with_old_bytes(
     train_until(job, checkpointer, lambda: is_captured(checkpointer), "a snapshot in slots that have grown")
     if tier == "local":
         job.train(checkpointer, 1, save=True)
-        names = {leaf.name for leaf in record(run, checkpointer.completed).leaves}
+        names = {leaf.name for leaf in record(run, checkpointer.completed).shard.leaves}
         assert ("model.base.weight" in names) == (at > 0)
         assert "model.other.weight" not in names
     step, nonce = newest(runtime)
@@ -320,7 +320,7 @@ def test_a_run_of_constants_alone(tmp_path: Path, runtime: Path, kill_keepers: C
             checkpointer.step()
         checkpointer.save()
         checkpointer.wait()
-        assert record(run, checkpointer.completed).leaves == ()
+        assert record(run, checkpointer.completed).shard.leaves == ()
         step = checkpointer.completed
     assert flashckpt.verify(run).ok
     kill_keepers(remove_regions=True)

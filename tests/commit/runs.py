@@ -18,7 +18,7 @@ from flashckpt.format.layout import PAGE, Layout, Leaf
 from flashckpt.format.manifest import File, frozen_name, shard_name
 from flashckpt.format.names import AttemptName, CommitName, SnapshotId
 from flashckpt.format.owner import Owner
-from flashckpt.format.records import CHUNK_BYTES, Contents, Part, RankRecord, ShardRecord
+from flashckpt.format.records import CHUNK_BYTES, Contents, Part, RankRecord
 from flashckpt.options import Keep
 from flashckpt.store.base import MemoryRange, Store
 from flashckpt.store.local import LocalStore, System
@@ -52,13 +52,7 @@ def image_of(leaves: Mapping[str, np.ndarray]) -> tuple[bytes, Layout, tuple[int
 def contents_of(file: str, leaves: Mapping[str, np.ndarray]) -> tuple[bytes, Contents]:
     image, layout, digests = image_of(leaves)
     chunks = [image[i : i + CHUNK_BYTES] for i in range(0, len(image), CHUNK_BYTES)]
-    shard = ShardRecord(
-        file=file,
-        num_bytes=len(image),
-        data_start=layout.data_start,
-        checksums=b"".join(_native.xxh3_128(chunk) for chunk in chunks),
-    )
-    return image, Contents(shard=shard, leaves=layout.leaves, digests=digests)
+    return image, Contents.of(file, layout, b"".join(map(_native.xxh3_128, chunks)), digests)
 
 
 def write_shard(store: Store, path: str, image: bytes, layout: Layout) -> None:
@@ -105,14 +99,12 @@ def part_of(
     for rank in ranks:
         file = shard_name(rank, nonce or f"5f2c0a1b{next(_files):04x}")
         image, contents = contents_of(file, leaves_of(step, rank))
-        write_shard(store, f"{folder.path}/{contents.shard.file}", image, contents.layout())
+        write_shard(store, f"{folder.path}/{contents.file}", image, contents.layout())
         base, frozen = constants_of(store, folder, rank) if constants else (None, None)
         records.append(
             RankRecord(
                 rank=rank,
-                shard=contents.shard,
-                leaves=contents.leaves,
-                digests=contents.digests,
+                shard=contents,
                 values={"step": step, "rank": rank},
                 constants=frozen,
                 base=base,
@@ -130,11 +122,11 @@ def constants_of(store: Store, folder: Folder, rank: int) -> tuple[Folder, Conte
     for each in view.newest_first():
         record = read_step(view, each)
         found = record.rank(rank).constants if rank < record.world else None
-        file = next((f for f in record.manifest.frozen if found and f.name == found.shard.file), None)
+        file = next((f for f in record.manifest.frozen if found and f.name == found.file), None)
         is_same = found is not None and file is not None and found.digests == contents.digests
         if is_same and store.exists(f"{file.base.path}/{file.name}"):
             return file.base, found
-    path = f"{folder.path}/{contents.shard.file}"
+    path = f"{folder.path}/{contents.file}"
     if not store.exists(path):
         write_shard(store, path, image, contents.layout())
     return folder, contents
@@ -187,7 +179,7 @@ def is_whole(store: Store, step: int, attempt: AttemptName, boundary: int | None
         for rank in part.ranks:
             image, contents = contents_of(rank.shard.file, leaves_of(step, rank.rank))
             found = store.read_bytes(record.shard_path(rank.rank), 0, rank.shard.num_bytes)
-            if found != image or contents != rank.contents:
+            if found != image or contents != rank.shard:
                 return False
             assert dict(rank.values) == {"step": step, "rank": rank.rank}
     return True

@@ -45,7 +45,7 @@ def rank_record(
     own["buffer"] = np.array([rank], "int64")
     image, contents = contents_of(shard_name(rank, "5f2c0a1b"), own)
     folder = folder_of(store, name_of(100, attempt).id)
-    write_shard(store, f"{folder.path}/{contents.shard.file}", image, contents.layout())
+    write_shard(store, f"{folder.path}/{contents.file}", image, contents.layout())
     table = Replicas(
         ranks=ranks_of(range(WORLD)),
         leaves=tuple(replace(leaf, offset=-1) for leaf in declared),
@@ -54,9 +54,7 @@ def rank_record(
     )
     return RankRecord(
         rank=rank,
-        shard=contents.shard,
-        leaves=contents.leaves,
-        digests=contents.digests,
+        shard=contents,
         values={},
         replicas=(table,) if declared else (),
     )

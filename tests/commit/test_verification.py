@@ -40,19 +40,19 @@ def committed(store: LocalStore, says: Callable[[RankRecord], RankRecord]) -> No
     id = name_of(300, attempt).id
     folder = folder_of(store, id)
     runs.write_shard(store, f"{folder.path}/{SHARD}", image, contents.layout())
-    rank = RankRecord(
-        rank=0, shard=contents.shard, leaves=contents.leaves, digests=contents.digests, values={}
-    )
+    rank = RankRecord(rank=0, shard=contents, values={})
     put(store, Part(id=id, step=300, world=1, node=0, ranks=(says(rank),)))
     assert commit_step.commit(View.of(store), folder, KEEP_ALL)
 
 
 def other_digest(rank: RankRecord) -> RankRecord:
-    return replace(rank, digests=(rank.digests[0], rank.digests[1] ^ 1))
+    first, second = rank.shard.digests
+    return replace(rank, shard=replace(rank.shard, digests=(first, second ^ 1)))
 
 
 def other_names(rank: RankRecord) -> RankRecord:
-    return replace(rank, leaves=contents_of(SHARD, {"a": np.arange(4.0), "c": np.arange(3.0)})[1].leaves)
+    _, other = contents_of(SHARD, {"a": np.arange(4.0), "c": np.arange(3.0)})
+    return replace(rank, shard=replace(rank.shard, leaves=other.leaves))
 
 
 def test_a_whole_run(store: LocalStore) -> None:
@@ -69,7 +69,7 @@ def test_a_whole_run(store: LocalStore) -> None:
 
 def test_every_flipped_byte_is_found(store: LocalStore) -> None:
     record = resolve(store, 200)
-    path, leaf = os.path.join(store.url, record.shard_path(0)), record.rank(0).leaves[1]
+    path, leaf = os.path.join(store.url, record.shard_path(0)), record.rank(0).shard.leaves[1]
     size = Path(path).stat().st_size
     for byte in [0, 7, 8, 100, 2000, 4095, *range(4096, size, 23), size - 1]:
         flip(path, byte)
@@ -92,10 +92,10 @@ def test_a_frozen_instance_with_other_bytes_is_not_taken_for_whole(
 
     def replaced(store: LocalStore, folder: Folder, rank: int) -> tuple[Folder, Contents]:
         base, found = of_before(store, folder, 7)
-        Path(store.url, f"{base.path}/{found.shard.file}").replace(path)
+        Path(store.url, f"{base.path}/{found.file}").replace(path)
         first = Folder.parse(folder.writer, Path(path).parent.name)
         assert first is not None
-        return first, replace(found, shard=replace(found.shard, file=Path(path).name))
+        return first, replace(found, file=Path(path).name)
 
     monkeypatch.setattr(runs, "constants_of", replaced)
     commit(store, 300, resolve(store, 200).attempt, constants=True)
@@ -157,7 +157,7 @@ def test_a_part_that_says_something_else(
 def test_a_checksum_that_the_bytes_do_not_have(store: LocalStore) -> None:
     """Digests and header agree with the file; the chunk's checksum does not."""
     record = resolve(store, 200)
-    contents = record.rank(0).contents
-    shard = replace(contents.shard, checksums=bytes(len(contents.shard.checksums)))
-    status, detail = verify_file(store, record.shard_path(0), replace(contents, shard=shard))
+    contents = record.rank(0).shard
+    wrong = replace(contents, checksums=bytes(len(contents.checksums)))
+    status, detail = verify_file(store, record.shard_path(0), wrong)
     assert (status, detail) == ("damaged", "chunk 0 does not have its checksum")

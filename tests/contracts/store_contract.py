@@ -17,7 +17,7 @@ import pytest
 from flashckpt import _native
 from flashckpt.errors import DamagedError
 from flashckpt.format.layout import PAGE
-from flashckpt.format.records import Contents, ShardRecord
+from flashckpt.format.records import Contents
 from flashckpt.store.base import Entry, LengthError, MemoryRange, Store, write_once
 from flashckpt.store.read_plan import ReadPlan, read_shard
 from tests.commit.runs import image_of
@@ -172,7 +172,7 @@ class StoreContract:
             IN_STEP, shard.layout, shard.region, progress=_native.address_of(progress)
         )
         assert written.digests.tolist() == list(shard.contents.digests)
-        assert written.checksums == shard.contents.shard.checksums
+        assert written.checksums == shard.contents.checksums
         assert progress[0] == 5 + len(shard.image)
         assert store.list("data/1") == [Entry(SHARD, False, len(shard.image))]
         assert store.read_bytes(IN_STEP, 0, len(shard.image)) == shard.image
@@ -205,9 +205,9 @@ class StoreContract:
 
     def test_damage_of_a_shard_is_found(self, store: Store, shard: Shard) -> None:
         store.write_shard(SHARD, shard.layout, shard.region)
-        contents, sums = shard.contents, shard.contents.shard.checksums
-        other = replace(contents.shard, checksums=sums[:16] + bytes(16) + sums[32:])
-        assert read_shard(store, SHARD, replace(contents, shard=other), None).bad_chunks == [1]
+        contents, sums = shard.contents, shard.contents.checksums
+        other = replace(contents, checksums=sums[:16] + bytes(16) + sums[32:])
+        assert read_shard(store, SHARD, other, None).bad_chunks == [1]
         digests = (contents.digests[0] ^ 1, *contents.digests[1:])
         read = read_shard(store, SHARD, contents, None)
         assert read.wrong_leaves(replace(contents, digests=digests)) == [contents.leaves[0].name]
@@ -264,9 +264,7 @@ class Shard:
         size = len(self.image)
         chunks = [self.image[start : start + (4 << 20)] for start in range(0, size, 4 << 20)]
         sums = b"".join(map(_native.xxh3_128, chunks))
-        self.contents = Contents(
-            shard=ShardRecord.of("shard", self.layout, sums), leaves=self.layout.leaves, digests=digests
-        )
+        self.contents = Contents.of("shard", self.layout, sums, digests)
         self.num_pages = -(-size // PAGE)
         # Not at the start of its file: metadata precede a slot's image.
         self.region = MemoryRange(os.memfd_create("shard"), PAGE)

@@ -354,8 +354,8 @@ def test_forged_metadata_with_a_valid_checksum_is_refused(tmp_path: Path) -> Non
 
     hostile(lambda obj: shard(obj).__setitem__("file", "../../etc/passwd"))
     hostile(lambda obj: obj["ranks"][0][1].__setitem__(0, "../../etc/passwd"))
-    hostile(lambda obj: obj["contents"][0]["leaves"].__setitem__("dtypes", ["load"]))
-    hostile(lambda obj: obj["contents"][0]["leaves"].__setitem__("shapes", [[1 << 40]]))
+    hostile(lambda obj: obj["contents"][0]["shard"]["leaves"].__setitem__("dtypes", ["load"]))
+    hostile(lambda obj: obj["contents"][0]["shard"]["leaves"].__setitem__("shapes", [[1 << 40]]))
     hostile(lambda obj: shard(obj).__setitem__("num_bytes", 1 << 40))
     hostile(lambda obj: obj.__setitem__("world", 2))
     hostile(lambda obj: obj.__setitem__("kind", "run"))

@@ -1,7 +1,6 @@
 """Exports of several ranks' steps as whole tensors: bit for bit, and with one tensor in memory at a time."""
 
 import tracemalloc
-from array import array
 from pathlib import Path
 
 import numpy as np
@@ -143,8 +142,8 @@ def test_a_wrong_digest_is_found_in_slices(store: LocalStore) -> None:
     """All checksums of chunks are right, but a rank's slice differs from its capture."""
     tensor = np.arange(3 * MIB, dtype="float32").reshape(-1, 1024)
     record = committed(store, [[Held("model.large", tensor, rows(tensor, rank, 2))] for rank in range(2)])
-    wrong = array("Q", [record.rank(1).digests[0] ^ 1])
-    object.__setattr__(record.rank(1), "digests", wrong)
+    wrong = (record.rank(1).shard.digests[0] ^ 1,)
+    object.__setattr__(record.rank(1).shard, "digests", wrong)
     tensors = WholeTensors(record)
     [leaf] = tensors.leaves
     with pytest.raises(DamagedError, match=r"model\.large is not what was captured"):

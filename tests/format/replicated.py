@@ -46,12 +46,9 @@ def rank_of(rank: int, *tables: Replicas, frozen: Sequence[str] = ()) -> RankRec
     constants = {leaf: digest for leaf, digest in own.items() if leaf.name in frozen}
     shard = {leaf: digest for leaf, digest in own.items() if leaf.name not in frozen}
     shard[Leaf(name="model.buffer", dtype="uint8", shape=(3,))] = rank
-    held = _contents(shard_name(rank, "5f2c0a1b"), shard)
     return RankRecord(
         rank=rank,
-        shard=held.shard,
-        leaves=held.leaves,
-        digests=held.digests,
+        shard=_contents(shard_name(rank, "5f2c0a1b"), shard),
         values={"rank": rank},
         constants=_contents(frozen_name(rank, "5f2c"), constants) if constants else None,
         base=Folder(ATTEMPT, ID) if constants else None,

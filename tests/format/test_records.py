@@ -1,6 +1,7 @@
 """Records there and back, and parts that are large."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -10,7 +11,7 @@ from flashckpt.format.layout import DTYPES, Box, Layout, Leaf
 from flashckpt.format.manifest import FROZEN, SHARD, frozen_name, part_name, shard_name
 from flashckpt.format.names import AttemptName, SnapshotId, parse_at
 from flashckpt.format.owner import Alive
-from flashckpt.format.records import Contents, Part, RankRecord, ShardRecord
+from flashckpt.format.records import Contents, Part, RankRecord
 from tests.catalogue.test_records import CATALOGUE, MANIFEST
 
 A, B = AttemptName(2, "7fa3c1d2"), AttemptName(12345678, "00000000")
@@ -20,15 +21,9 @@ BASE = Folder(B, SnapshotId(A, 3))
 
 def contents(file: str, leaves: list[Leaf]) -> Contents:
     layout = Layout.of(leaves)
-    shard = ShardRecord(
-        file=file,
-        num_bytes=layout.num_bytes,
-        data_start=layout.data_start,
-        chunk_bytes=4096,
-        checksums=bytes(range(16)) * -(-layout.num_bytes // 4096),
-    )
-    digests = tuple((i * 0x9E3779B97F4A7C15) % 2**64 for i in range(len(leaves)))
-    return Contents(shard=shard, leaves=layout.leaves, digests=digests)
+    checksums = bytes(range(16)) * -(-layout.num_bytes // 4096)
+    digests = ((i * 0x9E3779B97F4A7C15) % 2**64 for i in range(len(leaves)))
+    return replace(Contents.of(file, layout, checksums, digests), chunk_bytes=4096)
 
 
 def leaves() -> list[Leaf]:
@@ -45,12 +40,9 @@ def leaves() -> list[Leaf]:
 
 
 def part(**other: object) -> Part:
-    shard = contents("rank-00001-5f2c.safetensors", leaves())
     rank = RankRecord(
         rank=1,
-        shard=shard.shard,
-        leaves=shard.leaves,
-        digests=shard.digests,
+        shard=contents("rank-00001-5f2c.safetensors", leaves()),
         values={"deep": [{"k": [1, "x"]}]},
         constants=contents(frozen_name(1, "5f2c"), [Leaf(name="frozen", dtype="int64", shape=(3,))]),
         base=BASE,
@@ -81,7 +73,7 @@ def test_round_trip(record: object) -> None:
 
 def test_a_box_gives_the_position_in_the_whole_tensor() -> None:
     record = part()
-    columns = json.loads(record.to_bytes())["contents"][0]["leaves"]
+    columns = json.loads(record.to_bytes())["contents"][0]["shard"]["leaves"]
     where = columns["names"].index("rows")
     assert columns["shapes"][where] == [8, 4]
     assert columns["boxes"][str(where)] == [[6, 8], [0, 4]]
@@ -91,7 +83,7 @@ def test_a_box_gives_the_position_in_the_whole_tensor() -> None:
 def test_the_only_rank_has_no_boxes() -> None:
     piece = Leaf(name="w", dtype="int8", shape=(1,), box=Box(shape=(2,), start=(0,)))
     held = contents("rank-00000-5f2c.safetensors", [piece])
-    rank = RankRecord(rank=0, shard=held.shard, leaves=held.leaves, digests=held.digests, values={})
+    rank = RankRecord(rank=0, shard=held, values={})
     both = Part(id=ID, step=1, world=2, node=0, ranks=(rank,))
     assert Part.from_bytes(both.to_bytes(), "file") == both
     with pytest.raises(DamagedError, match="no rank has the rest"):

@@ -49,7 +49,7 @@ def put(*path: Any) -> Callable[[dict[str, Any]], None]:
 
 
 SHARD = ("contents", 0, "shard")
-LEAVES = ("contents", 0, "leaves")
+LEAVES = (*SHARD, "leaves")
 BAD_SHARDS: dict[str, list[object]] = {
     "file": [
         "../rank-00001-5f2c.safetensors", "/etc/passwd", "rank-00001-5f2c.safetensors/..",
@@ -87,8 +87,8 @@ BAD_PARTS: list[tuple[Any, ...]] = [
     *((*LEAVES, key, value) for key, values in BAD_LEAVES.items() for value in values),
     *((*LEAVES, key, 0, value) for key, values in BAD_FIRST_LEAF.items() for value in values),
     (*LEAVES, "names", 1, "rows"),  # twice
-    *(("contents", 0, "digests", value) for value in ("00", "zz", [])),
-    ("contents", 0, "constants", "shard", "file", "rank-00001-5f2c.safetensors"),
+    *((*SHARD, "digests", value) for value in ("00", "zz", [])),
+    ("contents", 0, "constants", "file", "rank-00001-5f2c.safetensors"),
     *(("contents", value) for value in ([], {})),
     ("contents", 0, None),
     *(("ranks", 0, 0, value) for value in (2, -1, 0.0)),

@@ -82,13 +82,13 @@ def test_the_second_step_and_a_new_attempt_write_no_constants(run: Path, runtime
     sizes = [line["num_bytes"] for line in told(first.run, "persist", 4)[2:]]
     assert sizes == [second.layout.num_bytes] * 2
     assert files(second) == []
-    assert named(first.run, 4).shard.file == old.name
+    assert named(first.run, 4).file == old.name
     assert committed(first.run) == [1, 2, 3, 4]
     second.end()
     third = attached(run, runtime, second.attempt, 4)
     saved(third, 5)
     assert files(third) == []
-    assert named(first.run, 5).shard.file == old.name
+    assert named(first.run, 5).file == old.name
     assert verify(open_store(str(first.run))).ok
 
 
@@ -102,10 +102,10 @@ def test_a_keeper_killed_before_its_part_is_replaced(
     saved(trainer, 1)
     assert keeper_pid(trainer.folder) != pid
     # The dead keeper's file stays in the folder, unnamed: the next step names the one that stands.
-    written, file = files(trainer), named(trainer.run, 1).shard.file
+    written, file = files(trainer), named(trainer.run, 1).file
     assert file in [each.name for each in written]
     saved(trainer, 2)
-    assert named(trainer.run, 2).shard.file == file
+    assert named(trainer.run, 2).file == file
     assert files(trainer) == written
     assert committed(trainer.run) == [1, 2]
     assert verify(open_store(str(trainer.run))).ok
@@ -127,7 +127,7 @@ def test_a_step_whose_constants_stand_on_storage_does_not_need_those_in_memory(a
     [file] = files(alone)
     outcome = writer.persist(order(alone, 2, lambda: flip_constant(alone)))
     assert outcome.state is JobState.COMMITTED
-    assert named(alone.run, 2).shard.file == file.name
+    assert named(alone.run, 2).file == file.name
     assert committed(alone.run) == [1, 2]
     assert files(alone) == [file]
 
@@ -140,7 +140,7 @@ def test_a_file_that_was_taken_away_is_written_again_under_another_name(alone: F
     outcome = writer.persist(order(alone, 2))
     assert outcome.state is JobState.SUPERSEDED, "it was thought to be there"
     assert writer.persist(order(alone, 3)).state is JobState.COMMITTED
-    assert named(alone.run, 3).shard.file != file.name
+    assert named(alone.run, 3).file != file.name
     assert committed(alone.run) == [3], "step 1 has lost its constants and is not whole any more"
 
 
@@ -174,7 +174,7 @@ def test_a_new_attempt_does_not_name_a_file_that_is_damaged_or_gone(
     alone.attempt = run_view.begin(alone.store, SnapshotId(alone.attempt, 1), 1)
     assert writer.persist(order(alone, 2)).state is JobState.COMMITTED
     [file] = files(alone)
-    assert named(alone.run, 2).shard.file == file.name
+    assert named(alone.run, 2).file == file.name
     assert verify(alone.store, 2).ok
 
 

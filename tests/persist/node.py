@@ -151,7 +151,7 @@ def is_whole(store: Store, step: int, attempt: AttemptName, world: int, boundary
     for rank in range(world):
         found = record.rank(rank)
         data, layout = (Path(store.url) / record.shard_path(rank)).read_bytes(), layout_for(16 + rank)
-        assert found.leaves == layout.leaves
+        assert found.shard.leaves == layout.leaves
         assert data[: layout.data_start] == layout.header
         for leaf in layout.leaves:
             start = layout.data_start + leaf.offset

@@ -87,8 +87,8 @@ def test_what_is_alike_is_written_once(make_nodes: Make) -> None:
     buffers = {f"model.norm.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")}
     assert written.keys() == ranks[0].live().keys()
     assert {name: count for name, count in written.items() if count != 1} == dict.fromkeys(buffers, WORLD)
-    sizes = [sum(leaf.num_bytes for leaf in record.rank(rank).leaves) for rank in range(WORLD)]
-    largest = max(leaf.num_bytes for rank in range(WORLD) for leaf in record.rank(rank).leaves)
+    sizes = [sum(leaf.num_bytes for leaf in record.rank(rank).shard.leaves) for rank in range(WORLD)]
+    largest = max(leaf.num_bytes for rank in range(WORLD) for leaf in record.rank(rank).shard.leaves)
     assert max(sizes) - min(sizes) <= 2 * largest
     [table] = {rank.replicas for part in record.parts for rank in part.ranks}
     assert len(table[0].leaves) == len(written) - len(buffers)

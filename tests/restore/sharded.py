@@ -11,7 +11,7 @@ from flashckpt import _native
 from flashckpt.format.layout import Box, Layout, Leaf, Replicas, ranks_of
 from flashckpt.format.manifest import shard_name
 from flashckpt.format.names import AttemptName, CommitName, SnapshotId
-from flashckpt.format.records import Contents, Part, RankRecord, ShardRecord
+from flashckpt.format.records import Contents, Part, RankRecord
 from flashckpt.restore.step_tensors import TensorSlice
 from flashckpt.store.base import Store
 from tests import run_view
@@ -70,14 +70,8 @@ def contents_of(file: str, held: Sequence[Held], chunk_bytes: int = CHUNK_BYTES)
     pieces = [by_name[leaf.name].data for leaf in layout.leaves]
     image = layout.header + b"".join(pieces)
     chunks = [image[i : i + chunk_bytes] for i in range(0, len(image), chunk_bytes)]
-    shard = ShardRecord(
-        file=file,
-        num_bytes=len(image),
-        data_start=layout.data_start,
-        chunk_bytes=chunk_bytes,
-        checksums=b"".join(map(_native.xxh3_128, chunks)),
-    )
-    return image, Contents(shard=shard, leaves=layout.leaves, digests=tuple(map(digest, pieces)))
+    found = Contents.of(file, layout, b"".join(map(_native.xxh3_128, chunks)), map(digest, pieces))
+    return image, replace(found, chunk_bytes=chunk_bytes)
 
 
 def begun(store: Store, world: int) -> AttemptName:
@@ -121,12 +115,10 @@ def record_of(
     """Write the file of a rank. Returns its record."""
     image, contents = contents_of(shard_name(rank, "5f2c0a1b"), held)
     folder = run_view.folder_of(store, snapshot)
-    write_shard(store, f"{folder}/{contents.shard.file}", image, contents.layout())
+    write_shard(store, f"{folder}/{contents.file}", image, contents.layout())
     return RankRecord(
         rank=rank,
-        shard=contents.shard,
-        leaves=contents.leaves,
-        digests=contents.digests,
+        shard=contents,
         values=values,
         replicas=replicas,
     )

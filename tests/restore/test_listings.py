@@ -125,7 +125,7 @@ def test_a_part_of_a_shard_is_read_without_a_listing() -> None:
     [(path, contents)] = record.files(0)
     plan, into = ReadPlan(), memoryview(bytearray(8))
     bucket.taken()
-    plan.copy(path, contents, contents.shard.data_start + 8 * 4000, 8, (), into, 0)
+    plan.copy(path, contents, contents.data_start + 8 * 4000, 8, (), into, 0)
     plan.run(ObjectStore(bucket), 1)
     assert into.cast("q")[0] == 4000
     assert not bucket.taken()

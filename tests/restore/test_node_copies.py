@@ -13,7 +13,7 @@ import pytest
 
 from flashckpt import _native
 from flashckpt.errors import DamagedError
-from flashckpt.format.records import CHUNK_BYTES, Contents, ShardRecord
+from flashckpt.format.records import CHUNK_BYTES, Contents
 from flashckpt.memory import memory_budget
 from flashckpt.memory.forks import OwnDescriptor
 from flashckpt.restore import node_copies
@@ -61,7 +61,7 @@ class Node:
             return dict(zip(needs, pool.map(of, needs), strict=True))
 
     def _bytes(self, path: str, contents: Contents, source: Source) -> bytes | str:
-        plan, into = ReadPlan(), bytearray(contents.shard.num_bytes)
+        plan, into = ReadPlan(), bytearray(contents.num_bytes)
         plan.copy(path, contents, 0, len(into), (), memoryview(into), 0)
         try:
             plan.run(source, 2)
@@ -84,11 +84,10 @@ def files(node: Node) -> dict[str, Contents]:
         name = f"shard-{number}.safetensors"
         Path(node.store.url, name).write_bytes(data)
         chunks = [data[at : at + CHUNK_BYTES] for at in range(0, len(data), CHUNK_BYTES)]
-        shard = ShardRecord(
-            file=name, num_bytes=len(data), data_start=4096, chunk_bytes=CHUNK_BYTES,
-            checksums=b"".join(map(_native.xxh3_128, chunks)),
+        found[name] = Contents(
+            file=name, num_bytes=len(data), data_start=4096,
+            checksums=b"".join(map(_native.xxh3_128, chunks)), leaves=(), digests=(),
         )  # fmt: skip
-        found[name] = Contents(shard=shard, leaves=(), digests=())
     return found
 
 

@@ -130,9 +130,9 @@ def test_a_piece_that_is_taken_whole_has_its_digest(store: LocalStore) -> None:
     other = Held("a", WHOLE[:2], rows(0, 2, WHOLE[:2]))
     record = committed(store, [[other, Held("w", WHOLE, rows(0, 6))]])
     assert read(record, {"w": rows(0, 6)})["w"] == WHOLE.tobytes()
-    rank = record.rank(0)
-    digests = [each ^ (leaf.name == "w") for each, leaf in zip(rank.digests, rank.leaves, strict=True)]
-    object.__setattr__(rank, "digests", tuple(digests))
+    shard = record.rank(0).shard
+    digests = [each ^ (leaf.name == "w") for each, leaf in zip(shard.digests, shard.leaves, strict=True)]
+    object.__setattr__(shard, "digests", tuple(digests))
     with pytest.raises(DamagedError, match="w is not what was captured"):
         read(record, {"w": rows(0, 6)})
 
@@ -187,7 +187,7 @@ def test_a_replica_that_another_rank_wrote_is_found_in_its_file(store: LocalStor
         for _ in range(2)
     ]
     record = committed(store, ranks)
-    assert [leaf.name for leaf in record.rank(1).leaves] == []
+    assert [leaf.name for leaf in record.rank(1).shard.leaves] == []
     for rank in range(4):
         found = read(record, {"w": rows(0, 6), "b": all_of_it}, rank=rank, world=3)
         assert found == {"w": WHOLE.tobytes(), "b": small.tobytes()}

@@ -57,7 +57,7 @@ def plan_of(files: Files) -> tuple[ReadPlan, list[memoryview]]:
     for name, (_, contents) in files.items():
         for leaf, digest in zip(contents.layout().leaves, contents.digests, strict=True):
             places.append(memoryview(bytearray(leaf.num_bytes)))
-            begin = contents.shard.data_start + leaf.offset
+            begin = contents.data_start + leaf.offset
             plan.copy(name, contents, begin, leaf.num_bytes, (), places[-1], 0)
             plan.digest(name, contents, leaf, digest)
     image, contents = files[NAMES[1]]
@@ -69,7 +69,7 @@ def plan_of(files: Files) -> tuple[ReadPlan, list[memoryview]]:
 def expected(files: Files) -> Iterator[bytes]:
     for image, contents in files.values():
         for leaf in contents.layout().leaves:
-            begin = contents.shard.data_start + leaf.offset
+            begin = contents.data_start + leaf.offset
             yield image[begin : begin + leaf.num_bytes]
     yield files[NAMES[1]][0]
 
@@ -123,9 +123,9 @@ def test_a_wrong_byte_of_any_chunk_is_found(files: Files, store: Store) -> None:
     """The bytes are right, and the record says others: so it is with every kind of store."""
     for name, (image, contents) in files.items():
         for chunk in range(-(-len(image) // CHUNK_BYTES)):
-            sums = bytearray(contents.shard.checksums)
+            sums = bytearray(contents.checksums)
             sums[16 * chunk] ^= 1
-            wrong = replace(contents, shard=replace(contents.shard, checksums=bytes(sums)))
+            wrong = replace(contents, checksums=bytes(sums))
             plan, _ = plan_of({**files, name: (image, wrong)})
             with pytest.raises(DamagedError, match=f"{name} is damaged: chunk {chunk} does not") as caught:
                 plan.run(store, 2)
@@ -169,7 +169,7 @@ def test_a_file_that_was_cut_is_found(tmp_path: Path) -> None:
     write_shard(store, NAMES[0], image, contents.layout())
     os.truncate(tmp_path / NAMES[0], len(image) - 1)
     plan, into = ReadPlan(), memoryview(bytearray(8))
-    plan.copy(NAMES[0], contents, contents.shard.data_start, 8, (), into, 0)
+    plan.copy(NAMES[0], contents, contents.data_start, 8, (), into, 0)
     with pytest.raises(DamagedError, match=f"it has {len(image) - 1} bytes, where {len(image)} were written"):
         plan.run(store, 1)
     assert not any(into)
@@ -214,7 +214,7 @@ def test_what_a_disk_has_lost_is_told_from_storage_that_is_away(name: str, is_lo
 
     plan, into = ReadPlan(), memoryview(bytearray(8))
     _, contents = contents_of(NAMES[0], {"w": np.arange(1 << 10)})
-    plan.copy(NAMES[0], contents, contents.shard.data_start, 8, (), into, 0)
+    plan.copy(NAMES[0], contents, contents.data_start, 8, (), into, 0)
     with pytest.raises(OSError, match="as a test wants") as caught:
         plan.run(Failing(), 1)
     assert isinstance(caught.value, UnreadableShardError) is is_lost

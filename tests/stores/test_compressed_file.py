@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from flashckpt import _native
 from flashckpt.errors import DamagedError, OptionError
 from flashckpt.format.layout import DTYPES, Layout, Leaf
-from flashckpt.format.records import CHUNK_BYTES, Contents, ShardRecord
+from flashckpt.format.records import CHUNK_BYTES, Contents
 from flashckpt.options import checked_compress
 from flashckpt.store.base import Entry, MemoryRange, Store, Written
 from flashckpt.store.compressed_file import (
@@ -45,13 +45,11 @@ class Image:
         sums = [held[start : start + chunk_bytes] for start in range(0, size, chunk_bytes)]
         address = _native.address_of(held) + self.layout.data_start
         self.contents = Contents(
-            shard=ShardRecord(
-                file=NAME,
-                num_bytes=size,
-                data_start=self.layout.data_start,
-                chunk_bytes=chunk_bytes,
-                checksums=b"".join(map(_native.xxh3_128, sums)),
-            ),
+            file=NAME,
+            num_bytes=size,
+            data_start=self.layout.data_start,
+            chunk_bytes=chunk_bytes,
+            checksums=b"".join(map(_native.xxh3_128, sums)),
             leaves=self.layout.leaves,
             digests=tuple(
                 _native.digest(address + leaf.offset, leaf.num_bytes) for leaf in self.layout.leaves
@@ -124,8 +122,8 @@ def test_every_byte_round_trips(
     size = len(image.bytes)
     assert stored_bytes <= most_bytes(size)
     assert store.list("") == [Entry(NAME, False, stored_bytes)]
-    if image.contents.shard.chunk_bytes == CHUNK_BYTES:
-        assert written.checksums == image.contents.shard.checksums
+    if image.contents.chunk_bytes == CHUNK_BYTES:
+        assert written.checksums == image.contents.checksums
     assert tuple(written.digests) == image.contents.digests
 
     into = memoryview(bytearray(size))

@@ -429,7 +429,7 @@ def test_a_server_killed_during_an_upload_and_restarted(
         s3_server.kill()
         s3_server.start()
         written = upload.result()
-    assert written.checksums == large.contents.shard.checksums
+    assert written.checksums == large.contents.checksums
     assert not read_shard(store, "shard", large.contents, None).bad_chunks
     assert "Uploads" not in boto.list_multipart_uploads(Bucket=bucket)
 

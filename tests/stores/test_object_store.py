@@ -51,7 +51,7 @@ class TestS3Store(StoreContract):
         store, large = opener(), Shard(num_rows=8_000)
         assert large.layout.num_bytes > 3 * PART_BYTES
         written = store.write_shard(SHARD, large.layout, large.region)
-        assert written.checksums == large.contents.shard.checksums
+        assert written.checksums == large.contents.checksums
         assert not read_shard(store, SHARD, large.contents, None).bad_chunks
         assert boto.head_object(Bucket=bucket, Key=f"runs/one/{SHARD}")["ETag"].endswith('-3"')
 
@@ -60,7 +60,7 @@ class TestS3Store(StoreContract):
     ) -> None:
         store, large, name = opener(), Shard(num_rows=8_000), f"{SHARD}.zst"
         written, stored_bytes = write_compressed(store, name, large.layout, large.region)
-        assert written.checksums == large.contents.shard.checksums
+        assert written.checksums == large.contents.checksums
         assert stored_bytes > 3 * COMPRESSED_PART_BYTES
         assert not read_shard(store, name, large.contents, None).bad_chunks
         [entry] = store.list("")
@@ -93,6 +93,6 @@ class TestAzureStore(OneProcessContract):
         store, large = opener(), Shard(num_rows=8_000)
         store.check()
         written = store.write_shard("shard", large.layout, large.region)
-        assert written.checksums == large.contents.shard.checksums
+        assert written.checksums == large.contents.checksums
         assert not read_shard(store, "shard", large.contents, None).bad_chunks
         assert [entry.name for entry in store.list("")] == ["shard"]
