@@ -3,19 +3,32 @@
 import http.client
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
-Fault = Literal["", "lose answer", "refuse", "conflict", "cut", "overwrite", "spoil", "hide"]
+
+class Answer(NamedTuple):
+    """The answer to a request that is not forwarded."""
+
+    status: int
+    headers: Mapping[str, str] = {}
+    body: bytes = b""
+
+
+Fault = Literal["", "lose answer", "refuse", "conflict", "cut", "overwrite", "spoil", "hide"] | Answer
 """Of one request: "lose answer" forwards it and closes the connection; "refuse" answers 503 and forwards
 nothing; "conflict" does the same with the 409 of S3 while another creation is under way; "cut" closes the
 connection and forwards nothing; "overwrite" says that what exists was created, as a server that ignores the
 condition does; "spoil" answers with one bit of the body turned over; "hide" lists no object, as one does that
 has not noticed its creation yet."""
+_ANSWERS: dict[str, Answer] = {
+    "refuse": Answer(503, body=b"<Error><Code>SlowDown</Code></Error>"),
+    "conflict": Answer(409, body=b"<Error><Code>ConditionalRequestConflict</Code></Error>"),
+}
 
 _NOT_FORWARDED = {"transfer-encoding", "connection", "content-length"}
 
@@ -33,9 +46,10 @@ class Request:
 class Proxy:
     """`fault` is called for each request, from several threads."""
 
-    target: str
+    target: str = ""
     fault: Callable[[Request], Fault] = lambda request: ""
     requests: list[Request] = field(default_factory=list)
+    address: str = "127.0.0.1"
 
     def __enter__(self) -> "Proxy":
         proxy = self
@@ -43,7 +57,7 @@ class Proxy:
         class Handler(_Handler):
             owner = proxy
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server = ThreadingHTTPServer((self.address, 0), Handler)
         self._server.daemon_threads = True
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
         self._thread.start()
@@ -56,7 +70,7 @@ class Proxy:
 
     @property
     def endpoint(self) -> str:
-        return f"http://127.0.0.1:{self._server.server_address[1]}"
+        return f"http://{self.address}:{self._server.server_address[1]}"
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -71,13 +85,10 @@ class _Handler(BaseHTTPRequestHandler):
         )
         self.owner.requests.append(request)
         fault = self.owner.fault(request)
-        if fault == "refuse":
-            request.status = 503
-            self._answer(503, {}, b"<Error><Code>SlowDown</Code></Error>")
-            return
-        if fault == "conflict":
-            request.status = 409
-            self._answer(409, {}, b"<Error><Code>ConditionalRequestConflict</Code></Error>")
+        answer = fault if isinstance(fault, Answer) else _ANSWERS.get(fault)
+        if answer is not None:
+            request.status = answer.status
+            self._answer(*answer)
             return
         if fault != "cut":
             try:
@@ -121,7 +132,7 @@ class _Handler(BaseHTTPRequestHandler):
         finally:
             connection.close()
 
-    def _answer(self, status: int, headers: dict[str, str], data: bytes) -> None:
+    def _answer(self, status: int, headers: Mapping[str, str], data: bytes) -> None:
         self.send_response_only(status)
         for name, value in headers.items():
             self.send_header(name, value)

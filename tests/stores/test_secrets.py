@@ -17,7 +17,7 @@ from flashckpt.printable import cause, redacted
 from flashckpt.store import fsspec_client, obstore_client, open_store
 from tests.conftest import keepers_of
 from tests.keeper.fake import FakeTrainer
-from tests.stores.test_redirects import served
+from tests.stores.proxy import Answer, Proxy, Request
 
 HIDDEN = "S3cr3t"
 SECRET = f"{HIDDEN}/+="
@@ -26,19 +26,17 @@ KEYS = {"access_key_id": "key", "secret_access_key": SECRET, "session_token": SE
 
 @pytest.fixture
 def refusing() -> Iterator[str]:
-    """A server that refuses each request and repeats the request's headers and URL in its answer."""
+    """A server that refuses each request and repeats the request's URL, with secrets, in its answer."""
+    with Proxy() as server:
+        host = server.endpoint.removeprefix("http://")
 
-    def answer(handler: Any) -> None:
-        url = f"http://user:{SECRET}@{handler.headers['host']}{handler.path}&X-Amz-Security-Token={SECRET}"
-        body = f"<Error><Code>SomethingElse</Code><Message>{url} \x1b[2J</Message></Error>".encode()
-        handler.send_response(400)
-        handler.send_header("content-length", str(len(body)))
-        handler.end_headers()
-        if handler.command != "HEAD":
-            handler.wfile.write(body)
+        def answer(request: Request) -> Answer:
+            url = f"http://user:{SECRET}@{host}{request.path}&X-Amz-Security-Token={SECRET}"
+            body = f"<Error><Code>SomethingElse</Code><Message>{url} \x1b[2J</Message></Error>"
+            return Answer(400, body=body.encode())
 
-    with served("127.0.0.1", answer) as url:
-        yield url
+        server.fault = answer
+        yield server.endpoint
 
 
 @pytest.fixture(autouse=True)
