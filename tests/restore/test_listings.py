@@ -1,7 +1,9 @@
 """How many names a start lists on an object store: beyond one folder on rank 0, no more for more ranks."""
 
+import builtins
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,29 +17,40 @@ from flashckpt.format.catalogue import Folder
 from flashckpt.format.names import SnapshotId
 from flashckpt.restore.step_choice import Agreement, Loaded, StepChoice
 from flashckpt.restore.step_tensors import TensorSlice
-from flashckpt.store.base import Store
+from flashckpt.store.base import Entry, Store
 from flashckpt.store.objects import ObjectStore
 from flashckpt.store.read_plan import ReadPlan
 from tests import run_view
 from tests.commit.runs import HOLDER
+from tests.contracts.flat_store import FlatClient
 from tests.restore.sharded import Held, begun, committed
 from tests.restore.snapshots import AnyLayout
-from tests.stores.memory_client import MemoryClient
 
 RANKS, RANKS_A_NODE = 512, 8
 MOST_NAMES = 100
 
 
-class Bucket(MemoryClient):
-    def taken(self) -> list[str]:
+class Bucket(FlatClient):
+    """`listed`: the prefix of each name in a listing."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(f"flat://{folder}")
+        self.listed: list[str] = []
+
+    def list(self, prefix: str) -> builtins.list[Entry]:
+        found = super().list(prefix)
+        self.listed += [prefix] * len(found)
+        return found
+
+    def taken(self) -> builtins.list[str]:
         """The names that were listed since the last call, each as the prefix of its listing."""
         found, self.listed = self.listed, []
         return found
 
     def copy(self, source: str, target: str) -> None:
-        """All objects below a prefix, to below another one."""
-        for key in [key for key in self.objects if key.startswith(source)]:
-            self.objects[key.replace(source, target, 1)] = self.objects[key]
+        """All objects below a folder, to below another one."""
+        for each in super().list(source):
+            self.put(f"{target}{each.name}", self.get_range(f"{source}{each.name}", 0, each.num_bytes))
 
 
 def trained(store: Store, ranks: int, *steps: int, ranks_a_node: int) -> run_view.Record:
@@ -66,8 +79,8 @@ def chosen(store: Store, rank: int) -> Loaded:
     return loaded
 
 
-def test_a_start_lists_the_data_of_one_step_and_on_one_rank() -> None:
-    bucket = Bucket()
+def test_a_start_lists_the_data_of_one_step_and_on_one_rank(tmp_path: Path) -> None:
+    bucket = Bucket(tmp_path)
     store: Store = ObjectStore(bucket)
     record = trained(store, RANKS, 400, ranks_a_node=RANKS_A_NODE)
     newest, folder = record.name, f"{record.folder}/"
@@ -100,8 +113,8 @@ def test_a_start_lists_the_data_of_one_step_and_on_one_rank() -> None:
 
 
 @pytest.mark.parametrize("kind", ["rank-00003", "node-00002"])
-def test_rank_0_finds_a_missing_file_that_it_does_not_read(kind: str) -> None:
-    bucket = Bucket()
+def test_rank_0_finds_a_missing_file_that_it_does_not_read(tmp_path: Path, kind: str) -> None:
+    bucket = Bucket(tmp_path)
     store = ObjectStore(bucket)
     record = trained(store, 4, 300, 400, ranks_a_node=2)
     newest, folder = record.name, record.folder
@@ -117,8 +130,8 @@ def test_rank_0_finds_a_missing_file_that_it_does_not_read(kind: str) -> None:
     assert chosen(store, 1).snapshot.step == newest.step, "here the vote of rank 0 is not heard"
 
 
-def test_a_part_of_a_shard_is_read_without_a_listing() -> None:
-    bucket = Bucket()
+def test_a_part_of_a_shard_is_read_without_a_listing(tmp_path: Path) -> None:
+    bucket = Bucket(tmp_path)
     store = ObjectStore(bucket)
     whole = np.arange(4096, dtype="int64")
     record = committed(store, [[Held("w", whole, TensorSlice((0,), whole.shape))]])

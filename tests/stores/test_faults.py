@@ -26,9 +26,9 @@ from flashckpt.store.obstore_client import ObstoreClient
 from flashckpt.store.read_plan import read_shard
 from tests import run_view
 from tests.commit.runs import commit
+from tests.contracts.flat_store import FlatClient
 from tests.contracts.store_contract import Shard
 from tests.persist.node import begun
-from tests.stores.memory_client import MemoryClient
 from tests.stores.proxy import Fault, Proxy, Request
 from tests.stores.s3_server import SECRET_KEY, CephServer, S3Server
 
@@ -184,16 +184,16 @@ def test_a_conflict_is_no_proof_that_a_name_is_taken(
     assert not store.exists("other")
 
 
-class Sly(MemoryClient):
+class Sly(FlatClient):
     """It overwrites an object, and says that it has not."""
 
     def put(self, key: str, data: memoryview, *, is_new: bool = False) -> bool:
         return super().put(key, data) and not is_new
 
 
-def test_the_check_of_a_server_reads_what_it_has_created() -> None:
+def test_the_check_of_a_server_reads_what_it_has_created(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="overwrites"):
-        ObjectStore(Sly()).check()
+        ObjectStore(Sly(f"flat://{tmp_path}")).check()
 
 
 # ---- servers that fail

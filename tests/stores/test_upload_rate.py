@@ -1,12 +1,14 @@
 """The limit of the rate at which a node sends to a store."""
 
+from pathlib import Path
+
 import pytest
 
 from flashckpt.errors import OptionError
 from flashckpt.store import objects, open_store
 from flashckpt.store.objects import PART_BYTES, ObjectStore, UploadRate
+from tests.contracts.flat_store import FlatClient
 from tests.contracts.store_contract import Shard
-from tests.stores.memory_client import MemoryClient
 
 
 class Clock:
@@ -23,9 +25,10 @@ class Clock:
         self.now_s += pause_s
 
 
-def test_an_upload_keeps_the_rate_limit(shard: Shard) -> None:
+def test_an_upload_keeps_the_rate_limit(shard: Shard, tmp_path: Path) -> None:
     clock, bytes_per_s = Clock(), 4 << 20
-    store = ObjectStore(MemoryClient(), UploadRate(bytes_per_s, clock=clock, sleep=clock.sleep))
+    rate = UploadRate(bytes_per_s, clock=clock, sleep=clock.sleep)
+    store = ObjectStore(FlatClient(f"flat://{tmp_path}"), rate)
     large = Shard(num_rows=8_000)
     for name in ("one", "two"):
         store.write_shard(name, large.layout, large.region)
