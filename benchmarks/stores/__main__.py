@@ -56,7 +56,7 @@ def main() -> None:
     leaf_bytes = max(1, round(arguments.gib * 2**30 / LEAVES / 4096)) * 4096
     num_bytes = layout_of(leaf_bytes).num_bytes
     with tempfile.TemporaryDirectory(dir="/dev/shm") as memory, tempfile.TemporaryDirectory() as folder:
-        server = s3.CephServer(Path(folder) / "ceph")
+        server = s3.S3Server(Path(folder) / "ceph")
         try:
             bench = Bench(server, Path(memory), leaf_bytes, arguments.pages, arguments.s3fs_python)
             found = bench.measured(arguments.clients, arguments.rounds)
@@ -78,7 +78,7 @@ class Bench:
     the memory came in huge pages."""
 
     def __init__(
-        self, server: s3.CephServer, memory: Path, leaf_bytes: int, pages: str, s3fs_python: str
+        self, server: s3.S3Server, memory: Path, leaf_bytes: int, pages: str, s3fs_python: str
     ) -> None:
         file, self._s3fs_python = memory / "bytes", s3fs_python
         self._memory = {"file": str(file), "leaf_bytes": leaf_bytes, "sums": str(memory / "sums")}

@@ -15,7 +15,7 @@ import torch
 import flashckpt
 from benchmarks.stores.clients import Obstore, Place
 from tests.stores.proxy import Proxy, Request
-from tests.stores.s3_server import CephServer
+from tests.stores.s3_server import S3Server
 
 _FLOATS = 1 << 18
 _STEPS = 12
@@ -23,7 +23,7 @@ _STEPS = 12
 _FIRST = 4
 
 
-def measured(server: CephServer, place: Place, runtime: Path) -> dict[str, Any]:
+def measured(server: S3Server, place: Place, runtime: Path) -> dict[str, Any]:
     runtime.mkdir()
     os.environ["FLASHCKPT_RUNTIME"] = str(runtime)
     options: dict[str, Any] = server.options()

@@ -1,16 +1,14 @@
-"""S3 servers on loopback, as processes of the test. Here Ceph's; moto's is in `moto_server`.
+"""Ceph's S3 server on loopback, as processes of the test.
 
 Debian, Ubuntu: apt-get install --no-install-recommends ceph-mon ceph-osd ceph-common radosgw
 """
 
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import time
 import uuid
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -67,63 +65,13 @@ def missing() -> list[str]:
     return [name for name in _PROGRAMS if shutil.which(name) is None]
 
 
-class S3Server(ABC):
-    """A server whose gateway can be killed and started again without losing objects."""
+class S3Server:
+    """One node of Ceph with its gateway, which can be killed and started again."""
 
-    gateway: str
-    """The name in `_processes` of the process that listens on `port`."""
-
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, disk_bytes: int = 8 * _GIB) -> None:
         self._folder, self.port = folder, free_port()
         self.endpoint = f"http://127.0.0.1:{self.port}"
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
-
-    @abstractmethod
-    def start(self) -> None:
-        """Start the gateway, which dies with this thread, and wait until it answers."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """End all processes."""
-
-    def kill(self) -> None:
-        """Kill the gateway; open requests are cut."""
-        self._end(self.gateway)
-
-    def pause(self) -> None:
-        """Stop the gateway: it accepts connections and does not answer."""
-        self._processes[self.gateway].send_signal(signal.SIGSTOP)
-
-    def go_on(self) -> None:
-        self._processes[self.gateway].send_signal(signal.SIGCONT)
-
-    def options(self, **others: object) -> dict[str, object]:
-        """Return the storage options that open a store of this server, with others beside or instead."""
-        return {
-            "endpoint": self.endpoint, "access_key_id": ACCESS_KEY, "secret_access_key": SECRET_KEY,
-            "region": REGION, "allow_http": True, **others,
-        }  # fmt: skip
-
-    def _answers(self, port: int) -> bool:
-        try:
-            with urlopen(f"http://127.0.0.1:{port}", timeout=5):
-                return True
-        except (URLError, OSError):
-            return False
-
-    def _end(self, name: str) -> None:
-        if (process := self._processes.pop(name, None)) is not None:
-            process.kill()
-            process.wait()
-
-
-class CephServer(S3Server):
-    """One node of Ceph with its gateway."""
-
-    gateway = "radosgw"
-
-    def __init__(self, folder: Path, disk_bytes: int = 8 * _GIB) -> None:
-        super().__init__(folder)
         fsid, osd = str(uuid.uuid4()), str(uuid.uuid4())
         for name in ("mon", "osd", "run", "log"):
             (folder / name).mkdir(parents=True)
@@ -150,7 +98,11 @@ class CephServer(S3Server):
 
     def start(self) -> None:
         self._start("radosgw", "-n", "client.rgw")
-        until(lambda: self._answers(self.port), "an answer of the gateway")
+        until(self._answers, "an answer of the gateway")
+
+    def kill(self) -> None:
+        """Kill the gateway; open requests are cut."""
+        self._end("radosgw")
 
     def admin(self, *arguments: str) -> str:
         """The output of `radosgw-admin`."""
@@ -159,6 +111,25 @@ class CephServer(S3Server):
     def close(self) -> None:
         for name in ("radosgw", "ceph-osd", "ceph-mon"):
             self._end(name)
+
+    def options(self, **others: object) -> dict[str, object]:
+        """Return the storage options that open a store of this server, with others beside or instead."""
+        return {
+            "endpoint": self.endpoint, "access_key_id": ACCESS_KEY, "secret_access_key": SECRET_KEY,
+            "region": REGION, "allow_http": True, **others,
+        }  # fmt: skip
+
+    def _answers(self) -> bool:
+        try:
+            with urlopen(self.endpoint, timeout=5):
+                return True
+        except (URLError, OSError):
+            return False
+
+    def _end(self, name: str) -> None:
+        if (process := self._processes.pop(name, None)) is not None:
+            process.kill()
+            process.wait()
 
     def _run(self, *command: str) -> str:
         done = self._ended(*command)

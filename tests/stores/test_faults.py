@@ -30,7 +30,7 @@ from tests.contracts.flat_store import FlatClient
 from tests.contracts.store_contract import Shard
 from tests.persist.node import begun
 from tests.stores.proxy import Fault, Proxy, Request
-from tests.stores.s3_server import SECRET_KEY, CephServer, S3Server
+from tests.stores.s3_server import SECRET_KEY, S3Server
 
 pytestmark = pytest.mark.process
 
@@ -323,15 +323,15 @@ def test_a_server_that_vanishes_during_an_upload_is_detected(
     assert client.size("second") == 2 * PART_BYTES
 
 
-def test_permanent_errors_are_raised_at_once(ceph_server: CephServer, bucket: str) -> None:
+def test_permanent_errors_are_raised_at_once(s3_server: S3Server, bucket: str) -> None:
     url = f"s3://{bucket}/run"
     with pytest.raises(PermissionError, match="SignatureDoesNotMatch"):
-        opened(url, ceph_server, secret_access_key="wrong").create("a", b"1")
-    for act in acts(opened(url, ceph_server, access_key_id="unknown")):
+        opened(url, s3_server, secret_access_key="wrong").create("a", b"1")
+    for act in acts(opened(url, s3_server, access_key_id="unknown")):
         # The answer to HEAD has no code.
         with pytest.raises(PermissionError, match="InvalidAccessKeyId|performing HEAD"):
             act()
-    for act in acts(opened("s3://no-such-bucket/run", ceph_server)):
+    for act in acts(opened("s3://no-such-bucket/run", s3_server)):
         with pytest.raises(OSError, match="the bucket of s3://no-such-bucket/run does not exist") as caught:
             act()
         assert caught.value.errno == errno.ENODEV
@@ -359,11 +359,11 @@ def test_a_missing_right_to_delete_is_reported_before_a_run_begins(
 
 
 def test_a_missing_right_to_read_is_reported_before_a_run_begins(
-    ceph_server: CephServer, boto: Any, bucket: str
+    s3_server: S3Server, boto: Any, bucket: str
 ) -> None:
     """A start of a fresh run reads no other file."""
     deny(boto, bucket, "s3:GetObject")
-    store = opened(f"s3://{bucket}/run", ceph_server)
+    store = opened(f"s3://{bucket}/run", s3_server)
     with pytest.raises(PermissionError, match="these credentials may not do that"):
         run_view.make(store)
     assert store.list("") == []
@@ -375,18 +375,15 @@ def test_errors_of_the_storage_are_reported_at_attach(
     s3_server: S3Server, bucket: str, tmp_path: Path, runtime: Path, is_remote: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Of the run's own storage, and of its remote: then nothing is begun. moto knows no keys."""
+    """Of the run's own storage, and of its remote: then nothing is begun."""
     monkeypatch.setattr(obstore_client, "_DEADLINE_S", 0.5)
     cases: list[tuple[str, dict[str, Any], str]] = [
         ("no-such-bucket", {}, "the bucket of s3://no-such-bucket/run does not exist"),
         # The next call for this URL is judged by its own options.
         (bucket, {"nonsense": "1"}, "nonsense"),
+        (bucket, {"secret_access_key": "geheim"}, "the secret key does not belong to this access key"),
+        (bucket, {"access_key_id": "unknown"}, "the server does not know this access key"),
     ]
-    if isinstance(s3_server, CephServer):
-        cases += [
-            (bucket, {"secret_access_key": "geheim"}, "the secret key does not belong to this access key"),
-            (bucket, {"access_key_id": "unknown"}, "the server does not know this access key"),
-        ]
     if not is_remote:  # a remote that does not answer is waited for
         cases.append((bucket, {"endpoint": "http://127.0.0.1:9"}, "Error performing"))
     for name, options, message in cases:
@@ -399,11 +396,11 @@ def test_errors_of_the_storage_are_reported_at_attach(
         assert not (tmp_path / "run").exists()
 
 
-def test_a_bucket_that_is_full(ceph_server: CephServer, boto: Any, bucket: str) -> None:
-    store = opened(f"s3://{bucket}/run", ceph_server)
+def test_a_bucket_that_is_full(s3_server: S3Server, boto: Any, bucket: str) -> None:
+    store = opened(f"s3://{bucket}/run", s3_server)
     assert store.create("a", b"1")
-    ceph_server.admin("quota", "set", "--quota-scope=bucket", f"--bucket={bucket}", "--max-objects=1")
-    ceph_server.admin("quota", "enable", "--quota-scope=bucket", f"--bucket={bucket}")
+    s3_server.admin("quota", "set", "--quota-scope=bucket", f"--bucket={bucket}", "--max-objects=1")
+    s3_server.admin("quota", "enable", "--quota-scope=bucket", f"--bucket={bucket}")
     with pytest.raises(OSError, match="QuotaExceeded") as caught:
         store.create("b", b"1")
     assert caught.value.errno == errno.ENOSPC

@@ -11,7 +11,7 @@ from flashckpt.store.obstore_client import ObstoreClient
 from tests.contracts.run_contract import RunContract, UrlTrainer
 from tests.folders import contents
 from tests.processes import keepers_of
-from tests.stores.s3_server import SECRET_KEY, CephServer, S3Server
+from tests.stores.s3_server import SECRET_KEY, S3Server
 from tests.waiting import abandon, until
 
 pytestmark = pytest.mark.process
@@ -40,11 +40,11 @@ def test_options_reach_the_keeper_and_are_written_nowhere(
     assert SECRET_KEY not in repr(options)
 
 
-def test_a_living_keeper_uses_new_credentials(ceph_server: CephServer, bucket: str, runtime: Path) -> None:
+def test_a_living_keeper_uses_new_credentials(s3_server: S3Server, bucket: str, runtime: Path) -> None:
     url, weights = f"s3://{bucket}/run", torch.zeros(1000)
 
     def options(key: str) -> dict[str, Any]:
-        return ceph_server.options(access_key_id=key, secret_access_key=key)
+        return s3_server.options(access_key_id=key, secret_access_key=key)
 
     def attached(key: str) -> flashckpt.Checkpointer:
         given = flashckpt.Options(storage_options=options(key))
@@ -64,12 +64,12 @@ def test_a_living_keeper_uses_new_credentials(ceph_server: CephServer, bucket: s
 
     key = ("--uid=test", "--key-type=s3")
     for name in ("before", "after"):
-        ceph_server.admin("key", "create", *key, f"--access-key={name}", f"--secret={name}")
+        s3_server.admin("key", "create", *key, f"--access-key={name}", f"--secret={name}")
     first = attached("before")
     save(first)
     abandon(first)
     [keeper] = keepers_of(runtime)
-    ceph_server.admin("key", "rm", *key, "--access-key=before")
+    s3_server.admin("key", "rm", *key, "--access-key=before")
     until(is_refused, "the old key to be refused")
     with attached("after") as second:
         save(second)
