@@ -188,7 +188,7 @@ def _read(store: Store, request: Read) -> JsonRecord | None:
 def _has_file(store: Store, path: str, num_bytes: int) -> bool:
     """Whether a file has this length, although a listing made just now does not show it. Opens a local file:
     NFS then asks the server. Listings of object stores are never old."""
-    if not store.capabilities.is_folder:
+    if not store.is_folder:
         return False
     try:
         file = store.descriptor(path, num_bytes)
@@ -202,5 +202,5 @@ def _has_file(store: Store, path: str, num_bytes: int) -> bool:
 def _delete(store: Store, request: Delete) -> None:
     if request.names:
         store.remove_files(f"{request.folder}/{name}" for name in request.names)
-    if store.capabilities.is_folder and request.folder.startswith(f"{DATA}/"):
+    if store.is_folder and request.folder.startswith(f"{DATA}/"):
         store.remove(request.folder)

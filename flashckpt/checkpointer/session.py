@@ -683,7 +683,7 @@ def remote_state(remote: Remote, local: Store, run_id: str) -> attempts.Opened |
 
 def _probe_remote(store: Store, local: Store, run_id: str) -> attempts.Opened:
     found = prepare(local, store, run_id)
-    if store.capabilities.is_folder:  # a folder, where the check of a store asks nothing
+    if store.is_folder:  # a folder, where the check of a store asks nothing
         probe = f".probe-{secrets.token_hex(8)}"
         store.create(probe, b"")
         store.remove(probe)

@@ -63,7 +63,7 @@ def is_reserved(store: Store, name: AttemptName, *, exclusively: bool) -> bool:
     since a listing or a read by a file server may be old, and that of an object store is not; a counter that
     this creates in another store is removed."""
     path = alive_path(name)
-    if not exclusively or not store.capabilities.is_folder:
+    if not exclusively or not store.is_folder:
         return store.exists(path)
     if store.create(path, Alive(count=0).to_bytes()):
         store.remove(path)
@@ -242,7 +242,7 @@ def check_none_lives(store: Store, *, sleep: Callable[[float], None] = time.slee
 def _moves(store: Store, attempt: AttemptName, theirs: Owner | None, sleep: Callable[[float], None]) -> bool:
     """Whether a trainer moves the counter, which is watched; False as soon as the attempt's end is recorded.
     Where a keeper moves it, which saves what the attempt has left, the watch begins again."""
-    watch_s = WATCH_S + store.capabilities.delay_s
+    watch_s = WATCH_S + store.delay_s
     where = "" if theirs is None else f" on {escaped(theirs.host)}"
     last, reported_s, waited_s, is_saving = alive(store, attempt), 0.0, 0.0, False
     while waited_s < watch_s:

@@ -46,7 +46,7 @@ def tidy(view: View, me: AttemptName) -> None:
 def temporary_files(store: Store, counters: Sequence[Entry] | None = None) -> Iterator[tuple[str, Entry]]:
     """Temporary files and probes that are a day old, with their paths. `counters`: the entries of alive/, if
     the caller has listed it. Object stores have no temporary files."""
-    if not store.capabilities.is_folder:
+    if not store.is_folder:
         return
     counters = store.list(ALIVE) if counters is None else counters
     there = {f"{ALIVE}/{each.name}": each for each in counters} | {each.name: each for each in store.list("")}

@@ -150,7 +150,7 @@ def has_run(store: Store) -> bool:
 
 def check_writable(store: Store) -> None:
     """RunError if runs in this storage are only read. Sends no request."""
-    if not store.capabilities.conditional_create:
+    if store.is_read_only:
         raise read_only(store.url)
 
 

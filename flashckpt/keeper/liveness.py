@@ -79,13 +79,13 @@ class RunFolder:
         return self._stands(self._store)
 
     def _stands(self, store: Store) -> bool:
-        if not self._store.capabilities.is_folder and time.monotonic() < self._stood_until:
+        if not self._store.is_folder and time.monotonic() < self._stood_until:
             return True  # each check costs a request
         if self._is_ours(store):
             self._stood_until = time.monotonic() + _STANDS_S
             return True
         path = self._reported_path
-        if path is None or path == self._store.url or not self._store.capabilities.is_folder:
+        if path is None or path == self._store.url or not self._store.is_folder:
             return False
         if not self._is_ours(open_store(path)):
             return False
@@ -181,7 +181,7 @@ class RunFolder:
             return True
         is_saving = found is not None and found.phase == "saving"
         watch_s = attempts.STILL_S if how == "closed" and not is_saving else attempts.WATCH_S
-        return False if now - since_s >= watch_s + self._store.capabilities.delay_s else None
+        return False if now - since_s >= watch_s + self._store.delay_s else None
 
     def _next_count(self, attempt: AttemptName) -> int:
         """The count after that of an earlier keeper: it must neither stand still nor go back."""

@@ -132,9 +132,7 @@ class Ledger:
         self._waiting: queue.Queue[_Row | None] = queue.Queue(_MOST_WAITING)
         self.dropped = 0
         self._has_warned = False
-        self._objects = (
-            None if store.capabilities.is_folder else _Objects(store, file_bytes // _OBJECTS_A_FILE)
-        )
+        self._objects = None if store.is_folder else _Objects(store, file_bytes // _OBJECTS_A_FILE)
         self._thread = start_thread("ledger", self._write_all)
 
     def add(self, attempt: str | None, event: Event | str, /, **fields: Any) -> None:

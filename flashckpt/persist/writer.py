@@ -101,7 +101,7 @@ class Writer:
         may_be_at_rest = self._may_be_at_rest(job, contents)
         # Where each listing is a request, the last version shows the writer; the commit lists anyway.
         view = self._run.view
-        is_known = view.catalogue.attempt == job.attempt and not self._store.capabilities.is_folder
+        is_known = view.catalogue.attempt == job.attempt and not self._store.is_folder
         view = view if is_known and not may_be_at_rest else self._run.newest()
         if view.catalogue.has(job.id) or commit_step.is_overtaken(view, job.id):
             return StepOutcome(JobState.COMMITTING)
@@ -367,7 +367,7 @@ class FrozenFiles:
             return False
         if descriptor is not None:
             os.close(descriptor)
-        elif not self._store.capabilities.is_folder:
+        elif not self._store.is_folder:
             return self._is_there(found)
         status, detail = verify_file(self._store, path, contents, progress_word=self._progress)
         if status != "ok":

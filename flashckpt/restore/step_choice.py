@@ -148,7 +148,7 @@ class StepChoice:
         self._fits, self._threads = fits, threads
         self._agreement = agreement or Agreement()
         stores = [home.store] if remote is None else [home.store, remote.store]
-        self._downloads = any(not each.capabilities.is_folder for each in stores)
+        self._downloads = any(not each.is_folder for each in stores)
         self._mine = RankOffers(rank)
         self.choice = Choice()
         self.refused: list[str] = []
@@ -269,7 +269,7 @@ class StepChoice:
         reading, store = begun.reading, self._store_of(candidate)
         source: Source = store
         if self._agreement.node and self._downloads:
-            files = {} if reading is None or store.capabilities.is_folder else reading.files
+            files = {} if reading is None or store.is_folder else reading.files
             source = closing.enter_context(
                 fetched(store, self._rank, files, self._agreement.exchange, self._threads)
             )

@@ -33,21 +33,6 @@ class LengthError(DamagedError):
 
 
 @dataclass(frozen=True, slots=True)
-class Capabilities:
-    """Properties in which stores differ.
-
-    conditional_create: `create` refuses a taken name even under concurrent calls. Without it a run is only
-    read. is_folder: a folder of a file system, which may be moved while the run is in use; other stores send
-    requests, each with a round trip, and take no `append`. delay_s: longest time for which a
-    busy server may delay or refuse the write of a small file; 0 if it does not.
-    """
-
-    conditional_create: bool
-    is_folder: bool
-    delay_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
 class Entry:
     """One name in a folder. `num_bytes`: length of a file, 0 for a folder. `modified_s`: time of the last
     write to a file by the store's clock; 0 if unknown, and for a folder."""
@@ -101,7 +86,18 @@ class Store(Protocol):
         """The run as its user would name it, from any working directory."""
 
     @property
-    def capabilities(self) -> Capabilities: ...
+    def is_read_only(self) -> bool:
+        """Whether every write raises RunError, since `create` might overwrite a name under concurrent
+        calls."""
+
+    @property
+    def is_folder(self) -> bool:
+        """A folder of a file system, which may be moved while the run is in use. Other stores send requests,
+        each with a round trip, and take no `append`."""
+
+    @property
+    def delay_s(self) -> float:
+        """The longest time for which a busy server may delay or refuse the write of a small file."""
 
     def place(self) -> str:
         """An identifier that differs between this place and any copy of the run. Raises OSError if the place

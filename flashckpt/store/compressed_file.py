@@ -81,7 +81,7 @@ def is_worth(how: Compress, store: Store, layout: Layout, source: MemoryRange) -
     """Whether to send a shard compressed. `auto`: to an object store, if samples of the shard shrink."""
     if how != "auto":
         return how == "zstd"
-    if layout.num_bytes < _LEAST_BYTES or store.capabilities.is_folder:
+    if layout.num_bytes < _LEAST_BYTES or store.is_folder:
         return False
     ratio = _ratio(layout, source)
     log.info("a shard of %d bytes shrinks to %.0f %%", layout.num_bytes, 100 * ratio)

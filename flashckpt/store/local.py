@@ -25,7 +25,6 @@ from flashckpt.format.manifest import COMPRESSED
 from flashckpt.format.records import CHUNK_BYTES
 from flashckpt.store.base import (
     WRITE_THREADS,
-    Capabilities,
     Entry,
     MemoryRange,
     Written,
@@ -46,6 +45,8 @@ _FOLDER_TRIES = 8
 class LocalStore:
     """See Store in base.py."""
 
+    is_read_only, is_folder, delay_s = False, True, 0.0
+
     def __init__(self, root: str, system: System | None = None) -> None:
         self._root = os.path.abspath(root)
         self._system = system if system is not None else System()
@@ -54,10 +55,6 @@ class LocalStore:
     @property
     def url(self) -> str:
         return self._root
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return Capabilities(conditional_create=True, is_folder=True)
 
     def place(self) -> str:
         """Device and inode of the folder: they identify it even if a backup's files are hard links."""

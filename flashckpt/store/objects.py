@@ -23,7 +23,6 @@ from flashckpt.format.layout import Layout
 from flashckpt.format.manifest import COMPRESSED
 from flashckpt.format.records import CHUNK_BYTES
 from flashckpt.store.base import (
-    Capabilities,
     Entry,
     MemoryRange,
     Written,
@@ -141,20 +140,15 @@ class ObjectClient(Protocol):
 class ObjectStore:
     """See Store in base.py."""
 
+    is_folder, delay_s = False, _DELAY_S
+
     def __init__(self, client: ObjectClient, rate: UploadRate | None = None) -> None:
         self._client, self._rate = client, rate or UploadRate()
+        self.is_read_only = client.is_read_only
 
     @property
     def url(self) -> str:
         return self._client.url
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return Capabilities(
-            conditional_create=not self._client.is_read_only,  # see check
-            is_folder=False,
-            delay_s=_DELAY_S,
-        )
 
     def brief(self) -> ObjectStore:
         return ObjectStore(self._client.brief(), self._rate)

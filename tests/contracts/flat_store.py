@@ -4,12 +4,11 @@ import builtins
 import os
 import secrets
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
-from flashckpt.store.base import Capabilities, Entry
+from flashckpt.store.base import Entry
 from flashckpt.store.objects import ObjectStore
 
 
@@ -85,9 +84,7 @@ class FlatClient:
 
 
 class FlatStore(ObjectStore):
+    delay_s = 0.0
+
     def __init__(self, url: str) -> None:
         super().__init__(FlatClient(url))
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return replace(super().capabilities, delay_s=0.0)
