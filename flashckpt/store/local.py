@@ -225,13 +225,14 @@ class LocalStore:
             with self._opened(path) as (_, stored_bytes):
                 read_compressed(self, path, stored_bytes, plan, max(1, threads))
             return
-        self._check_length(path, plan.num_bytes)
-        local = os.path.join(self._root, path)
+        with self._opened(path, plan.num_bytes):
+            pass
         try:
-            plan.read(local, threads=threads)
+            plan.read(os.path.join(self._root, path), threads=threads)
         except (ValueError, OSError) as error:
             # The file may have been truncated during the read.
-            self._check_length(path, plan.num_bytes)
+            with self._opened(path, plan.num_bytes):
+                pass
             if isinstance(error, ValueError):
                 raise DamagedError(f"{path}: {error}", path=path) from error
             raise
@@ -243,9 +244,7 @@ class LocalStore:
             return data
 
     def descriptor(self, path: str, num_bytes: int) -> int | None:
-        with self._opened(path) as (file, size):
-            if size != num_bytes:
-                raise other_length(path, size, num_bytes)
+        with self._opened(path, num_bytes) as (file, _):
             return os.dup(file)
 
     # Folders, links and paths
@@ -265,8 +264,8 @@ class LocalStore:
         raise AssertionError("unreachable: the last try returns or raises")
 
     @contextmanager
-    def _opened(self, path: str) -> Iterator[tuple[int, int]]:
-        """Open a file for reading. Yield descriptor and length."""
+    def _opened(self, path: str, num_bytes: int | None = None) -> Iterator[tuple[int, int]]:
+        """Open a file for reading, which has `num_bytes`, if given. Yield descriptor and length."""
         *folders, name = split(path)
         with self._folder(folders) as folder:
             try:
@@ -279,14 +278,11 @@ class LocalStore:
                 status = os.fstat(file)
                 if not stat.S_ISREG(status.st_mode):
                     raise self._not_a_file(path)
+                if num_bytes is not None and status.st_size != num_bytes:
+                    raise other_length(path, status.st_size, num_bytes)
                 yield file, status.st_size
             finally:
                 os.close(file)
-
-    def _check_length(self, path: str, num_bytes: int) -> None:
-        with self._opened(path) as (_, size):
-            if size != num_bytes:
-                raise other_length(path, size, num_bytes)
 
     @contextmanager
     def _folder(self, names: Sequence[str], *, makes: bool = False) -> Iterator[int]:

@@ -240,35 +240,33 @@ class ObjectStore:
     # Shards
 
     def write_shard(self, path: str, layout: Layout, source: MemoryRange, *, progress: int = 0) -> Written:
-        key, num_bytes = _key(path), layout.num_bytes
+        num_bytes = layout.num_bytes
         if os.fstat(source.descriptor).st_size < source.offset + num_bytes:
             raise OSError(errno.EIO, "the memory region is shorter than the shard", path)
         sums, part_bytes = ImageSums(layout, CHUNK_BYTES), _part_bytes(num_bytes)
-        parts = _parts(source, num_bytes, part_bytes, sums, progress, self._rate)
-        if num_bytes <= part_bytes:
-            data = next(parts)
-            is_taken = not self._client.put(key, data, is_new=True)
-            # The same bytes are from an earlier request of this call.
-            if is_taken and self._client.get(key, len(data)) != data:
-                raise _taken(key)
-            next(parts, None)
-        else:
-            self._upload(path, parts, part_bytes)
+        self._write(path, _parts(source, num_bytes, part_bytes, sums, progress), num_bytes, part_bytes)
         return Written(digests=sums.digests(), checksums=sums.checksums())
 
     def write_parts(self, path: str, parts: Iterable[bytes], most_bytes: int) -> None:
         part_bytes = _part_bytes(most_bytes, COMPRESSED_PART_BYTES)
-        self._upload(path, map(memoryview, self._throttled(parts)), part_bytes)
+        self._write(path, map(memoryview, parts), most_bytes, part_bytes)
 
-    def _upload(self, path: str, parts: Iterable[memoryview], part_bytes: int) -> None:
-        if self.exists(path):
-            raise _taken(path)
-        self._client.upload(_key(path), parts, part_bytes)
+    def _write(self, path: str, parts: Iterable[memoryview], most_bytes: int, part_bytes: int) -> None:
+        key, parts = _key(path), map(self._throttled, parts)
+        if most_bytes <= part_bytes:
+            data = memoryview(b"".join(parts))
+            # The same bytes are from an earlier request of this call.
+            if self._client.put(key, data, is_new=True) or self._client.get(key, len(data)) == data:
+                return
+        elif not self.exists(path):
+            self._client.upload(key, parts, part_bytes)
+            return
+        raise FileExistsError(errno.EEXIST, "another file has the name", path)
 
-    def _throttled(self, parts: Iterable[bytes]) -> Iterator[bytes]:
-        for part in parts:
-            self._rate.count(len(part), waits=True)
-            yield part
+    def _throttled(self, part: memoryview) -> memoryview:
+        """Return a part when the rate limit allows it."""
+        self._rate.count(len(part), waits=True)
+        return part
 
     def read_chunks(self, path: str, plan: _native.FilePlan, *, threads: int = 2) -> None:
         size = self._client.size(_key(path))
@@ -296,23 +294,18 @@ def _key(path: str) -> str:
     return "/".join(split(path))
 
 
-def _taken(path: str) -> FileExistsError:
-    return FileExistsError(errno.EEXIST, "another file has the name", path)
-
-
 def _part_bytes(num_bytes: int, usual: int = PART_BYTES) -> int:
     least = -(-num_bytes // _MOST_PARTS)
     return max(usual, -(-least // CHUNK_BYTES) * CHUNK_BYTES)
 
 
 def _parts(
-    source: MemoryRange, num_bytes: int, part_bytes: int, sums: ImageSums, progress: int, rate: UploadRate
+    source: MemoryRange, num_bytes: int, part_bytes: int, sums: ImageSums, progress: int
 ) -> Iterator[memoryview]:
-    """Yield the parts of an image, each when the rate limit allows it. A part counts as done when the next
-    one is requested. Parts are mapped one at a time, since mapped memory raises the process's OOM score."""
+    """Yield the parts of an image. A part counts as done when the next one is requested. Parts are mapped one
+    at a time, since mapped memory raises the process's OOM score."""
     for start in range(0, num_bytes, part_bytes):
         size, begin = min(part_bytes, num_bytes - start), source.offset + start
-        rate.count(size, waits=True)
         # Compute the sums from the same mapping that is sent.
         part = memoryview(_native.Mapping(source.descriptor, begin, size))
         sums.add(start, part)
