@@ -27,14 +27,6 @@ LINEAGE_KEPT = 1024
 """The length up to which the lineage of the current attempt keeps attempts without checkpoints."""
 
 
-class MovedError(Exception):
-    """A change was prepared for an older version. Prepare it again for `catalogue`, which was read."""
-
-    def __init__(self, catalogue: Catalogue) -> None:
-        super().__init__(f"version {catalogue.version} exists")
-        self.catalogue = catalogue
-
-
 @dataclass(frozen=True, kw_only=True)
 class Keep:
     """What retention keeps: the newest `last` checkpoints of the history that are whole and not damaged,
@@ -57,7 +49,8 @@ class NewWriter:
     """A writer that a change makes; `new_writer` chooses it.
 
     Its `name` is above all writers that have files here. `foreign` are those that version `seen` does not
-    know. The files were listed after `seen` was read, so a change to any other version raises MovedError.
+    know. The files were listed after `seen` was read, so a change to any other version does nothing: it is
+    prepared again for that one.
     """
 
     name: AttemptName
@@ -297,9 +290,8 @@ def found(catalogue: Catalogue, *, run_id: str, checkpoint: Checkpoint) -> Catal
 def begin(catalogue: Catalogue, *, new: NewWriter, lineage: Lineage, launch: Launch = Launch()) -> Catalogue:
     """Start an attempt. No older attempt can change the run from this version on. `lineage` begins with the
     snapshot that the attempt resumes, which was chosen for version `new.seen`."""
-    if catalogue.writer == new.name:
+    if not _is_bound(catalogue, new):
         return catalogue
-    _require(catalogue, new)
     is_again = not catalogue.ended and catalogue.committed is None
     is_again = is_again and lineage[:1] == lineage_of(catalogue, catalogue.attempt)[:1]
     begun = replace(
@@ -315,9 +307,8 @@ def begin(catalogue: Catalogue, *, new: NewWriter, lineage: Lineage, launch: Lau
 
 def branch(catalogue: Catalogue, *, new: NewWriter, parent: SnapshotId) -> Catalogue:
     """Make a checkpoint of any history the newest one: start an attempt from it, and end it."""
-    if catalogue.writer == new.name:
+    if not _is_bound(catalogue, new):
         return catalogue
-    _require(catalogue, new)
     if not catalogue.has(parent):
         raise NoSuchStepError(f"There is no checkpoint {parent}. Nothing was changed.")
     step = next(each.step for each in catalogue.checkpoints if each.id == parent)
@@ -331,9 +322,8 @@ def follow(behind: Catalogue, *, new: NewWriter, lead: Catalogue) -> Catalogue:
     So begins a session that copies checkpoints to a mirror; and so an empty home continues the run of a
     mirror. SupersededError if this store follows a newer attempt, whatever home that attempt has.
     """
-    if behind.writer == new.name:
+    if not _is_bound(behind, new):
         return behind
-    _require(behind, new)
     if behind.attempt > lead.attempt or relate(lead, behind) != lead:
         raise SupersededError(
             f"The mirror follows attempt {behind.attempt}, and attempt {lead.attempt} is behind it. Nothing "
@@ -371,9 +361,8 @@ def rebuild(
     newer checkpoints. They need not be committable, but `spared` must spare them in `catalogue`. Writers that
     were not known stay so.
     """
-    if catalogue.writer == new.name:
+    if not _is_bound(catalogue, new, is_rebuilt=True):
         return catalogue
-    _require(catalogue, new, is_rebuilt=True)
     base = replace(
         catalogue, run_id=run_id, checkpoints=found, lineages=(*catalogue.lineages, *lineages.items())
     )
@@ -383,12 +372,13 @@ def rebuild(
     return replace(taken, ended=True, failed_starts=0, owner=None, parent_url="")
 
 
-def _require(catalogue: Catalogue, new: NewWriter, is_rebuilt: bool = False) -> None:
-    """Require the version for which a writer was chosen, and a catalogue beside files."""
-    if catalogue.version != new.seen or new.name <= catalogue.writer:
-        raise MovedError(catalogue)
+def _is_bound(catalogue: Catalogue, new: NewWriter, is_rebuilt: bool = False) -> bool:
+    """Whether this is the version for which a writer was chosen. A run has a catalogue beside its files."""
+    if catalogue.version != new.seen:
+        return False
     if new.foreign and not (catalogue.version or is_rebuilt):
         raise files_without_catalogue()
+    return True
 
 
 def files_without_catalogue() -> UnusableRunError:

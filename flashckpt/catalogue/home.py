@@ -19,7 +19,6 @@ from flashckpt.catalogue.changes import (
     Committed,
     Keep,
     Launch,
-    MovedError,
     NewWriter,
     Spared,
     adopt,
@@ -241,10 +240,9 @@ class Home(Versions):
             foreign = frozenset(each for each in writers if each > catalogue.writer)
             new = NewWriter(name, catalogue.version, foreign)
             change = partial(begin, new=new, lineage=lineage, launch=launch)
-            try:
-                return (yield from self.update(change, catalogue))
-            except MovedError as moved:
-                catalogue = moved.catalogue
+            catalogue = yield from self.update(change, catalogue)
+            if catalogue.writer == name:
+                return catalogue
 
     def branch(self, nonce: str, parent: SnapshotId) -> Steps[Catalogue]:
         """Make an older checkpoint the newest one of the history."""
@@ -252,10 +250,10 @@ class Home(Versions):
         while True:
             catalogue, writers = yield from self.settle(catalogue)
             new = new_writer(catalogue, nonce, writers)
-            try:
-                return (yield from self.update(partial(branch, new=new, parent=parent), catalogue))
-            except MovedError as moved:
-                catalogue = _again(catalogue, moved)
+            made = yield from self.update(partial(branch, new=new, parent=parent), catalogue)
+            if made.writer == new.name:
+                return made
+            catalogue = _again(catalogue, made)
 
     def follow(self, nonce: str, lead: Catalogue) -> Steps[Catalogue]:
         """Make this store follow one that leads."""
@@ -263,10 +261,10 @@ class Home(Versions):
         while True:
             writers = yield from self._writers_with_files(catalogue)
             new = new_writer(catalogue, nonce, writers, lead.attempt.number)
-            try:
-                return (yield from self.update(partial(follow, new=new, lead=lead), catalogue))
-            except MovedError as moved:
-                catalogue = _again(catalogue, moved)
+            made = yield from self.update(partial(follow, new=new, lead=lead), catalogue)
+            if made.writer == new.name:
+                return made
+            catalogue = _again(catalogue, made)
 
     def rebuild(self, nonce: str) -> Steps[Catalogue]:
         """Make a version from whole checkpoints, if none can be read, or if writers that are not known have
@@ -298,10 +296,10 @@ class Home(Versions):
                 found=tuple(found),
                 lineages={each.id.attempt: manifest.lineage for each, manifest in found.items()},
             )
-            try:
-                return (yield from self.update(change, catalogue))
-            except MovedError as moved:
-                catalogue, is_lost = _again(catalogue, moved), False
+            made = yield from self.update(change, catalogue)
+            if made.writer == new.name:
+                return made
+            catalogue, is_lost = _again(catalogue, made), False
 
     def found(self, manifest: Manifest, run_id: str) -> Steps[Catalogue]:
         """Make a run of one checkpoint, whose files are there. UnusableRunError if there is a run."""
@@ -465,16 +463,16 @@ def _exact_cover(
     return None
 
 
-def _again(catalogue: Catalogue, moved: MovedError) -> Catalogue:
+def _again(catalogue: Catalogue, made: Catalogue) -> Catalogue:
     """The version for which a change is prepared again.
 
     A new writer gives way to another one that came first: else two could supersede each other for ever.
     """
-    if moved.catalogue.writer != catalogue.writer:
+    if made.writer != catalogue.writer:
         raise SupersededError(
-            f"Attempt {moved.catalogue.writer} has taken over meanwhile. Nothing was changed. Try again."
+            f"Attempt {made.writer} has taken over meanwhile. Nothing was changed. Try again."
         )
-    return moved.catalogue
+    return made
 
 
 def checkpoint_of(manifest: Manifest) -> Checkpoint:

@@ -8,7 +8,7 @@ from typing import Any
 from unittest import mock
 
 from flashckpt.catalogue import changes, home, mirror
-from flashckpt.catalogue.changes import Keep, MovedError, NewWriter, Spared
+from flashckpt.catalogue.changes import Keep, NewWriter, Spared
 from flashckpt.catalogue.home import Home
 from flashckpt.catalogue.requests import Create, Delete, Files, Read, Steps
 from flashckpt.errors import RunHeldError, SupersededError, UnusableRunError
@@ -152,7 +152,8 @@ def commit_for_all(
 
 def begin_on_whatever(catalogue: Catalogue, *, new: NewWriter, **found: Any) -> Catalogue:
     """A start is not bound to the version for which it chose."""
-    return changes.begin(catalogue, new=replace(new, seen=catalogue.version), **found)
+    is_begun = catalogue.writer == new.name
+    return catalogue if is_begun else changes.begin(catalogue, new=replace(new, seen=catalogue.version), **found)
 
 
 def begin_without_foreign(catalogue: Catalogue, *, new: NewWriter, **found: Any) -> Catalogue:
@@ -171,9 +172,9 @@ def branch_at_once(self: Home, nonce: str, parent: SnapshotId) -> Steps[Catalogu
     return (yield from self.update(partial(changes.branch, new=new, parent=parent), catalogue))
 
 
-def again_above(_: Catalogue, moved: MovedError) -> Catalogue:
+def again_above(_: Catalogue, made: Catalogue) -> Catalogue:
     """A new writer does not give way to another one."""
-    return moved.catalogue
+    return made
 
 
 def relate_by_attempts(one: Catalogue, other: Catalogue) -> Catalogue:
