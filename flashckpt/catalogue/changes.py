@@ -153,6 +153,7 @@ class Committed(Enum):
 
     YES = "committed"
     WAITING = "not all parts are there"
+    DIVERGED = "replicas of its ranks differ"
     OVERTAKEN = "a newer snapshot was committed before it"
     BASE_GONE = "no checkpoint has its frozen files any more"
 

@@ -43,7 +43,7 @@ from flashckpt.catalogue.changes import (
 )
 from flashckpt.catalogue.requests import Delete, Files, Folders, Has, Put, Read, Steps
 from flashckpt.catalogue.versions import Versions
-from flashckpt.errors import DamagedError, DivergedError, RunHeldError, SupersededError, UnusableRunError
+from flashckpt.errors import DamagedError, RunHeldError, SupersededError, UnusableRunError
 from flashckpt.format.catalogue import (
     EMPTY,
     FROZEN_PREFIX,
@@ -70,11 +70,11 @@ class Home(Versions):
 
     def gather(self, folder: Folder, known: dict[str, PartHead] | None = None) -> Steps[Manifest | Committed]:
         """Return the manifest of a snapshot; WAITING if parts, or files that they name, are not there yet;
-        BASE_GONE if a base has lost a file. `known`: heads of parts that were read, by name; gets those that
-        are read here.
+        DIVERGED if replicas differ; BASE_GONE if a base has lost a file. `known`: heads of parts that were
+        read, by name; gets those that are read here.
 
         A node has two parts if its keeper was replaced; either is right. DamagedError if the parts are of
-        different steps or worlds, DivergedError if replicas differ.
+        different steps or worlds.
         """
         names: dict[str, int] = yield Files(self.store, folder.path)
         found = yield from self.heads(folder, names, known)
@@ -89,11 +89,7 @@ class Home(Versions):
         if chosen is None:
             return Committed.WAITING
         if unlike({file.name: head for file, head in chosen}):
-            raise DivergedError(
-                f"{folder.path} is not committed: replicas of its ranks differ. Committed checkpoints are "
-                "untouched. Find the rank that computes something else, and resume from an earlier step.",
-                step=chosen[0][1].step,
-            )
+            return Committed.DIVERGED
         manifest = manifest_of(folder, chosen)
         for base, files in manifest.files().items():
             # Those in its own folder are chosen by their sizes.
@@ -322,10 +318,9 @@ class Home(Versions):
         for folder in (yield from self._folders(catalogue.writer)):
             if not is_newer(catalogue, folder.id) or catalogue.has(folder.id):
                 continue
-            try:
+            manifest: Manifest | Committed = Committed.WAITING
+            with suppress(DamagedError):  # it is never committed
                 manifest = yield from self.gather(folder)
-            except (DamagedError, DivergedError):
-                continue  # it is never committed
             if isinstance(manifest, Manifest) and is_committable(catalogue, checkpoint_of(manifest)):
                 found.append((yield from self.publish(catalogue, manifest)))
         return tuple(found)

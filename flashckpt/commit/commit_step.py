@@ -18,7 +18,7 @@ from flashckpt.catalogue.changes import Keep as Kept
 from flashckpt.catalogue.requests import Stores
 from flashckpt.commit.steps import check_alike, heads_at_rest
 from flashckpt.commit.view import HOME, View
-from flashckpt.errors import DivergedError, RunError, SupersededError
+from flashckpt.errors import RunError, SupersededError
 from flashckpt.format.catalogue import EMPTY, Catalogue, Folder
 from flashckpt.format.manifest import File, Manifest, PartHead, part_name
 from flashckpt.format.names import CommitName, SnapshotId
@@ -108,11 +108,10 @@ def commit(
     stores, heads = Stores({HOME.store: store}), {} if known is None else known
     if is_of_many:
         _read_heads(store, folder, heads)
-    try:
-        manifest = stores.run(HOME.gather(folder, heads))
-    except DivergedError:
+    manifest = stores.run(HOME.gather(folder, heads))
+    if manifest is Committed.DIVERGED:
         check_alike(store, folder.path, heads_at_rest(store, folder))
-        raise
+        manifest = Committed.WAITING  # a part has changed meanwhile
     if isinstance(manifest, Committed):
         return Outcome(manifest, view)
     guard()

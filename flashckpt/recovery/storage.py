@@ -18,7 +18,7 @@ from flashckpt.commit.steps import StepRecord, is_whole, step_of, whole_or_why
 from flashckpt.commit.tidying import temporary_files
 from flashckpt.commit.verification import Row, verify, verify_file
 from flashckpt.commit.view import HOME, View, check_writable, folders_in, name_of, open_run
-from flashckpt.errors import DamagedError, DivergedError
+from flashckpt.errors import DamagedError
 from flashckpt.format.catalogue import FROZEN_PREFIX
 from flashckpt.format.manifest import Manifest
 from flashckpt.format.names import CommitName
@@ -69,7 +69,7 @@ def _whole(view: View, *, read: bool) -> Iterator[Finding]:
     """The whole snapshots that the newest attempt has left. One that `verify` would find damaged would be
     committed, and marked."""
     for folder in view.pending():
-        with suppress(DamagedError, DivergedError):
+        with suppress(DamagedError):
             manifest = Stores({HOME.store: view.store}).run(HOME.gather(folder))
             if isinstance(manifest, Manifest):
                 about = folder.path, folder.id, manifest.step, manifest.num_bytes

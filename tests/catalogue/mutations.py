@@ -152,8 +152,9 @@ def commit_for_all(
 
 def begin_on_whatever(catalogue: Catalogue, *, new: NewWriter, **found: Any) -> Catalogue:
     """A start is not bound to the version for which it chose."""
-    is_begun = catalogue.writer == new.name
-    return catalogue if is_begun else changes.begin(catalogue, new=replace(new, seen=catalogue.version), **found)
+    if catalogue.writer == new.name:
+        return catalogue
+    return changes.begin(catalogue, new=replace(new, seen=catalogue.version), **found)
 
 
 def begin_without_foreign(catalogue: Catalogue, *, new: NewWriter, **found: Any) -> Catalogue:
