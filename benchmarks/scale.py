@@ -133,10 +133,9 @@ class Simulation:
         self.store = LocalStore(str(folder))
 
     def make(self) -> None:
-        opened = attempts.settle(open_run(self.store, create=True))
-        name = attempts.next_attempt(opened)
-        launch, after = Launch(world=self.world, owner=local_owner()), opened.view.catalogue.writer
-        attempts.begin(opened.view, name, (), launch, after=after)
+        view, highest = attempts.settle(open_run(self.store, create=True))
+        name, launch = attempts.next_attempt(highest), Launch(world=self.world, owner=local_owner())
+        attempts.begin(view, name, (), launch, after=view.catalogue.writer)
         for step in STEPS:
             self._make_step(step, name)
 

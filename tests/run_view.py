@@ -173,7 +173,7 @@ def begin(
 
 def next_name(store: Store, above: int = 0) -> AttemptName:
     """The name that a start takes, once it has committed whole snapshots."""
-    return _attempts.next_attempt(_attempts.settle(View.of(store)), above)
+    return _attempts.next_attempt(max(above, _attempts.settle(View.of(store))[1]))
 
 
 def begin_as(

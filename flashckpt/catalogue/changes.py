@@ -231,17 +231,25 @@ def new_writer(
     catalogue: Catalogue, nonce: str, writers: Collection[AttemptName], above: int = 0
 ) -> NewWriter:
     """Choose the next writer of a store. `writers` have folders in its data/, which was listed after the
-    catalogue was read. `above`: the highest number of an attempt elsewhere, in memory or in the other
-    store."""
-    foreign = frozenset(each for each in writers if each > catalogue.writer)
-    number = max(highest_number(catalogue, writers), above) + 1
-    if number > MAX_ATTEMPT:
+    catalogue was read. `above`: the highest number of an attempt in the other store."""
+    name = next_name(max(highest_number(catalogue, writers), above), nonce)
+    return bound_to(catalogue, name, writers)
+
+
+def bound_to(catalogue: Catalogue, name: AttemptName, writers: Collection[AttemptName]) -> NewWriter:
+    """A new writer of this name, for changes to this version. `writers`: as of `new_writer`."""
+    return NewWriter(name, catalogue.version, frozenset(each for each in writers if each > catalogue.writer))
+
+
+def next_name(highest: int, nonce: str) -> AttemptName:
+    """A name above the highest number of an attempt, in storage or in memory."""
+    if highest >= MAX_ATTEMPT:
         raise UnusableRunError(
-            f"An attempt of this run, in its storage or in memory, has the number {number - 1}, the highest "
+            f"An attempt of this run, in its storage or in memory, has the number {highest}, the highest "
             f"one. Nothing was changed. If another program has made a folder of that number in {DATA}/, "
             "remove it."
         )
-    return NewWriter(AttemptName(number, nonce), catalogue.version, foreign)
+    return AttemptName(highest + 1, nonce)
 
 
 def highest_number(catalogue: Catalogue, writers: Collection[AttemptName]) -> int:

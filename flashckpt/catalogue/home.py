@@ -19,11 +19,11 @@ from flashckpt.catalogue.changes import (
     Committed,
     Keep,
     Launch,
-    NewWriter,
     Spared,
     adopt,
     ancestry,
     begin,
+    bound_to,
     branch,
     commit,
     files_without_catalogue,
@@ -233,8 +233,7 @@ class Home(Versions):
                     f"Snapshot {parent} was removed while this start was reading it. Nothing was begun. "
                     "Start again."
                 )
-            foreign = frozenset(each for each in writers if each > catalogue.writer)
-            new = NewWriter(name, catalogue.version, foreign)
+            new = bound_to(catalogue, name, writers)
             change = partial(begin, new=new, lineage=lineage, launch=launch)
             catalogue = yield from self.update(change, catalogue)
             if catalogue.writer == name:

@@ -433,8 +433,8 @@ def _reserve(
     store = run.store
     with _writable(store):
         before = check_not_held(store, owner, lambda _, name: is_alive(runtime, name), run=run)
-        opened = attempts.settle(before)
-        view, every = opened.view, keep.every_steps or 0
+        view, highest = attempts.settle(before)
+        every = keep.every_steps or 0
         counted = [each for each in before.visible() if not every or each.step % every]
         if (
             len(view.checkpoints) > len(before.checkpoints)
@@ -443,23 +443,22 @@ def _reserve(
             view, _ = retain(view, keep)
         if in_memory is not None:
             above = max(above, in_memory[0].number)
-            _report_older_copy(opened, *in_memory)
-        name = attempts.next_attempt(opened, above)
+            _report_older_copy(view, highest, *in_memory)
+        name = attempts.next_attempt(max(highest, above))
         attempts.reserve(store, name)
     tidy(view, name)
     return name, before.catalogue.writer, view
 
 
-def _report_older_copy(opened: attempts.Opened, attempt: AttemptName, step: int) -> None:
+def _report_older_copy(view: View, highest: int, attempt: AttemptName, step: int) -> None:
     """Warn if the folder knows no attempt as new as a snapshot in memory."""
-    newest = highest_number(opened.view.catalogue, opened.writers)
-    if attempt.number > newest:
+    if attempt.number > highest:
         log.warning(
             "this node has step %d of attempt %s in memory or cache, and %s knows no attempt after number "
             "%d: an older copy of the folder was put in its place. The run resumes from what the folder has. "
             "Those snapshots are not used, and are freed once a step of this attempt is committed. To resume "
             "from them, stop now, put the newer copy back, and start again.",
-            step, attempt, opened.view.store.url, newest,
+            step, attempt, view.store.url, highest,
         )  # fmt: skip
 
 
@@ -645,15 +644,15 @@ def remote_of(call: Call, url: str) -> Remote | None:
     )
 
 
-def remote_state(remote: Remote, local: Store, run_id: str) -> attempts.Opened | str:
-    """Return the run in the remote, or why the remote does not answer. run_id: that of the run that `local`
+def remote_state(remote: Remote, local: Store, run_id: str) -> tuple[View, int] | str:
+    """Return as `mirror.prepare`, or why the remote does not answer. run_id: that of the run that `local`
     holds, "" if it has none.
 
     Waits for some seconds. Raises as `mirror.prepare`, with OptionError or RunError for what the user has to
     change. A remote that does not answer is no error if there is a run here. Writes only a small file, and
     removes it.
     """
-    found: list[attempts.Opened] = []
+    found: list[tuple[View, int]] = []
     errors: list[Exception] = []
 
     def run() -> None:
@@ -681,7 +680,7 @@ def remote_state(remote: Remote, local: Store, run_id: str) -> attempts.Opened |
     ) from error
 
 
-def _probe_remote(store: Store, local: Store, run_id: str) -> attempts.Opened:
+def _probe_remote(store: Store, local: Store, run_id: str) -> tuple[View, int]:
     found = prepare(local, store, run_id)
     if store.is_folder:  # a folder, where the check of a store asks nothing
         probe = f".probe-{secrets.token_hex(8)}"
@@ -727,8 +726,8 @@ def open_together(
         found = remote_state(remote, open_store(path, options.storage_options), mine.run_id)
         if isinstance(found, str):
             return [mine.run_id, mine.above, found]
-        mirror = found.view.catalogue
-        return [mirror.run_id, max(mine.above, highest_number(mirror, found.writers)), ""]
+        mirror = found[0].catalogue
+        return [mirror.run_id, max(mine.above, found[1]), ""]
 
     rank, first = group.environment.rank, group.node[0]
     try:

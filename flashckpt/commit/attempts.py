@@ -19,11 +19,10 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from flashckpt.catalogue.changes import Launch, end, new_writer
+from flashckpt.catalogue.changes import Launch, end, highest_number, next_name
 from flashckpt.catalogue.requests import Stores
 from flashckpt.commit.view import HOME, View
 from flashckpt.errors import DamagedError, FormatError, RunHeldError, SupersededError
@@ -36,20 +35,9 @@ from flashckpt.store.base import Store
 # ---- how an attempt begins
 
 
-@dataclass(frozen=True)
-class Opened:
-    """A run as the leader of a start has opened it. `writers` have files there; they were listed after the
-    view was read."""
-
-    view: View
-    writers: frozenset[AttemptName]
-
-
-def next_attempt(opened: Opened, above: int = 0) -> AttemptName:
-    """A name for the next attempt, above all that have files here and above number `above`.
-
-    UnusableRunError if no number is left."""
-    return new_writer(opened.view.catalogue, secrets.token_hex(4), opened.writers, above).name
+def next_attempt(highest: int) -> AttemptName:
+    """A name for the next attempt, above this number. UnusableRunError if no number is left."""
+    return next_name(highest, secrets.token_hex(4))
 
 
 def reserve(store: Store, name: AttemptName) -> None:
@@ -72,10 +60,11 @@ def is_reserved(store: Store, name: AttemptName, *, exclusively: bool) -> bool:
     return True
 
 
-def settle(view: View) -> Opened:
-    """Commit the whole snapshots that the newest attempt left without a commit."""
+def settle(view: View) -> tuple[View, int]:
+    """Commit the whole snapshots that the newest attempt left without a commit. Returns the newest view, and
+    the highest number of an attempt that it knows or that has files there."""
     catalogue, writers = Stores({HOME.store: view.store}).run(HOME.settle(view.catalogue))
-    return Opened(View(catalogue, view.store), writers)
+    return View(catalogue, view.store), highest_number(catalogue, writers)
 
 
 def begin(

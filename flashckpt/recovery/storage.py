@@ -54,7 +54,7 @@ def commit_whole(store: Store, *, dry_run: bool, read: bool) -> list[Finding]:
     if dry_run:
         return [*_whole(before, read=read)][::-1]
     try:
-        made = settle(before).view.catalogue.checkpoints
+        made = settle(before)[0].catalogue.checkpoints
     except OSError as error:
         left = before.pending()[::-1]
         return [Finding(Kind.PARTS, Fate.FAILED, each.path, each.id, detail=str(error)) for each in left]

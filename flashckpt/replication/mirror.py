@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Callable
 
 from flashckpt import _native
+from flashckpt.catalogue.changes import highest_number
 from flashckpt.commit import attempts
 from flashckpt.commit.assets import copy_assets
 from flashckpt.commit.choice import Stored, choose
@@ -32,8 +33,9 @@ from flashckpt.store.base import Store
 _MOST_CHARS, _MOST_ATTEMPTS = 4096, 4
 
 
-def prepare(local: Store, remote: Store, run_id: str) -> attempts.Opened:
-    """Make the run in the remote if it has none. `run_id`: that of the local store, empty if it has no run.
+def prepare(local: Store, remote: Store, run_id: str) -> tuple[View, int]:
+    """Make the run in the remote if it has none. Returns it, and the highest number of an attempt there.
+    `run_id`: that of the local store, empty if it has no run.
 
     Raises, and changes nothing: OSError if the remote does not answer (see `check_unanswered`), RunError if
     it cannot be used or holds another run.
@@ -49,7 +51,7 @@ def prepare(local: Store, remote: Store, run_id: str) -> attempts.Opened:
             "is empty; to resume the run that is here, name a mirror of its own.",
             path=local.url,
         )
-    return attempts.Opened(found, writers_in(remote))
+    return found, highest_number(found.catalogue, writers_in(remote))
 
 
 def check_unanswered(local: Store, remote: Store, run_id: str, problem: str) -> None:

@@ -158,11 +158,11 @@ def new_run(path: object, system: System | None = None) -> LocalStore:
 
 def attempt_at(store: Store, parent: CommitName | None = None, *, world: int = 1) -> AttemptName:
     """Begin an attempt that resumes from `parent`."""
-    opened = attempts.settle(View.of(store))
-    name = attempts.next_attempt(opened)
-    lineage = () if parent is None else ancestry(opened.view.catalogue, parent.id)
+    view, highest = attempts.settle(View.of(store))
+    name = attempts.next_attempt(highest)
+    lineage = () if parent is None else ancestry(view.catalogue, parent.id)
     launch = Launch(world=world, owner=HOLDER, parent_step=0 if parent is None else parent.step)
-    attempts.begin(opened.view, name, lineage, launch, after=opened.view.catalogue.writer)
+    attempts.begin(view, name, lineage, launch, after=view.catalogue.writer)
     attempts.reserve(store, name)
     return name
 

@@ -22,11 +22,10 @@ from tests.commit.runs import attempt_at, commit, name_of
 
 
 def test_of_two_starts_one_begins(store: LocalStore) -> None:
-    opened = attempts.settle(View.of(store))
-    one, two = attempts.next_attempt(opened), attempts.next_attempt(opened)
-    attempts.begin(opened.view, one, (), Launch(), after=NO_ATTEMPT)
+    first, one, two = View.of(store), run_view.next_name(store), run_view.next_name(store)
+    attempts.begin(first, one, (), Launch(), after=NO_ATTEMPT)
     # A start that looked for its checkpoint after the other one had begun must not take its place, either.
-    for seen, name in itertools.product((opened.view, View.of(store)), (two, AttemptName(9, "0" * 8))):
+    for seen, name in itertools.product((first, View.of(store)), (two, AttemptName(9, "0" * 8))):
         with pytest.raises(RunHeldError, match=f"{one} has started meanwhile"):
             attempts.begin(seen, name, (), Launch(), after=NO_ATTEMPT)
     assert View.of(store).attempt == one
@@ -39,21 +38,21 @@ def test_of_two_starts_one_begins(store: LocalStore) -> None:
 def test_a_start_does_not_begin_behind_what_came_or_went_while_it_read(store: LocalStore) -> None:
     first = attempt_at(store)
     assert commit(store, 10, first)
-    opened, ids = attempts.settle(View.of(store)), [name_of(step, first).id for step in (10, 20)]
+    seen, ids = View.of(store), [name_of(step, first).id for step in (10, 20)]
     assert commit(store, 20, first)
 
-    def begin(opened: attempts.Opened, parent: SnapshotId) -> View:
-        name = attempts.next_attempt(opened)
-        return attempts.begin(opened.view, name, (parent,), Launch(), after=first, is_here=True)
+    def begin(seen: View, parent: SnapshotId) -> View:
+        name = run_view.next_name(store)
+        return attempts.begin(seen, name, (parent,), Launch(), after=first, is_here=True)
 
     with pytest.raises(RunHeldError, match=f"Step 20 was committed by attempt {first}"):
-        begin(opened, ids[0])
-    opened = attempts.settle(View.of(store))
+        begin(seen, ids[0])
+    seen = View.of(store)
     run_view.delete(store, name_of(20, first))
     with pytest.raises(RunHeldError, match=f"{re.escape(str(ids[1]))} was removed"):
-        begin(opened, ids[1])
+        begin(seen, ids[1])
     assert View.of(store).attempt == first
-    assert begin(attempts.settle(View.of(store)), ids[0]).parent == ids[0]
+    assert begin(View.of(store), ids[0]).parent == ids[0]
 
 
 @pytest.mark.parametrize("days", [-10, 0, 10])
@@ -110,14 +109,14 @@ def test_alive_and_how_it_ends(store: LocalStore) -> None:
 
 
 def test_numbers_go_up_above_all_that_have_files(store: LocalStore) -> None:
-    names = [attempts.next_attempt(attempts.settle(View.of(store))) for _ in range(3)]
+    names = [run_view.next_name(store) for _ in range(3)]
     assert [each.number for each in names] == [1, 1, 1]
     assert len(set(names)) == 3
     first = attempt_at(store)
-    assert attempts.next_attempt(attempts.settle(View.of(store))).number == 2
-    assert attempts.next_attempt(attempts.settle(View.of(store)), above=7).number == 8
+    assert run_view.next_name(store).number == 2
+    assert run_view.next_name(store, above=7).number == 8
     commit(store, 10, first)
     store.create(f"data/{AttemptName(5, '00000001')}/000005-00000001.00000000000000000001/file", b"x")
-    assert attempts.next_attempt(attempts.settle(View.of(store))).number == 6
+    assert run_view.next_name(store).number == 6
     with pytest.raises(UnusableRunError, match="the highest one"):
-        attempts.next_attempt(attempts.settle(View.of(store)), above=MAX_ATTEMPT)
+        run_view.next_name(store, above=MAX_ATTEMPT)

@@ -83,7 +83,7 @@ def test_who_diverged_is_named_and_nothing_is_committed(store: LocalStore, attem
         assert caught.value.leaves == ("model.weight", "optimizer.step")
         assert View.of(store).checkpoints == ()
     # Nor does a start adopt it.
-    assert attempts.settle(View.of(store)).view.checkpoints == ()
+    assert attempts.settle(View.of(store))[0].checkpoints == ()
     attempt_at(store)
     assert View.of(store).checkpoints == ()
 

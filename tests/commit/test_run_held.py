@@ -12,12 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from flashckpt.catalogue.changes import Launch
 from flashckpt.commit import attempts
 from flashckpt.commit.attempts import Probe, beat, check_not_held, local_owner, mark_ended
 from flashckpt.commit.view import View
 from flashckpt.errors import OptionError, RunHeldError
-from flashckpt.format.catalogue import NO_ATTEMPT
 from flashckpt.format.names import AttemptName, alive_path
 from flashckpt.format.owner import Owner
 from flashckpt.options import Environment
@@ -61,9 +59,9 @@ def is_held(store: LocalStore, me: Owner, probe: Probe | None, sleep: Beats, mat
 
 
 def test_nobody_yet_and_nobody_that_trains(store: LocalStore, tmp_path: Path) -> None:
-    opened, sleep = attempts.settle(View.of(store)), Beats()
+    sleep = Beats()
     assert not is_held(store, owner(tmp_path), never, sleep)
-    attempts.begin(opened.view, attempts.next_attempt(opened), (), Launch(), after=NO_ATTEMPT)
+    run_view.begin_as(View.of(store), run_view.next_name(store))
     assert not is_held(store, owner(tmp_path), never, sleep)
     assert sleep.count == 0
 

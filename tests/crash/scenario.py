@@ -92,7 +92,7 @@ class Expected:
         """The next attempt starts from the newest step, commits, and deletes."""
         open_run(store, create=True)
         assert next_start(View.of(store)).refusal is None
-        found = list(settle(View.of(store)).view.visible())  # also what lacked only its manifest
+        found = list(settle(View.of(store))[0].visible())  # also what lacked only its manifest
         attempt = attempt_at(store, found[-1] if found else None)
         part = publish(store, 900, attempt, constants=True)
         outcome = commit_step.commit(View.of(store), folder_of(store, part.id), KEEP)

@@ -52,7 +52,7 @@ def newest(view: View) -> CommitName:
 
 def resumes(node: Node) -> CommitName:
     """A whole start: it settles, chooses and begins. Returns what it has resumed."""
-    parent = newest(attempts.settle(View.of(node.store)).view)
+    parent = newest(attempts.settle(View.of(node.store))[0])
     attempt_at(node.store, parent)
     return parent
 

@@ -19,7 +19,7 @@ from tests.replication.copied import tmp_path as tmp_path
 
 def test_a_first_start_makes_the_run_in_the_mirror_alone(near: tuple[Store, Store], tmp_path: Path) -> None:
     local, remote = near
-    found = prepare(local, remote, "").view.run_id
+    found = prepare(local, remote, "")[0].run_id
     assert open_run(remote, create=False).run_id == found
     assert not (tmp_path / "source").exists()
 
@@ -34,7 +34,7 @@ def test_what_is_there_counts_and_without_its_catalogue_is_not_believed(
     folder = Folder(AttemptName(7, "0badcafe"), name_of(20, attempt).id)
     remote.create(f"{folder.path}/rank-00000-5f2c0a1b.safetensors", b"cut off")
     run_id, before = open_run(local, create=False).run_id, files(tmp_path / "source")
-    assert folder.writer in prepare(local, remote, run_id).writers
+    assert prepare(local, remote, run_id)[1] == folder.writer.number
     remote.remove_files(f"{CATALOGUE}/{each.name}" for each in remote.list(CATALOGUE))
     for known in (run_id, ""):
         with pytest.raises(UnusableRunError, match="no catalogue"):
