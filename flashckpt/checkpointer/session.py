@@ -29,9 +29,8 @@ from flashckpt import crashpoints
 from flashckpt.catalogue.changes import Launch, ancestry, highest_number
 from flashckpt.commit import attempts
 from flashckpt.commit.attempts import check_not_held, local_owner
-from flashckpt.commit.choice import Choice
+from flashckpt.commit.choice import Choice, Stored
 from flashckpt.commit.commit_step import ALWAYS_KEPT, retain
-from flashckpt.commit.lineage import RemoteRun
 from flashckpt.commit.tidying import tidy
 from flashckpt.commit.view import View, check_writable, open_run, writers_in
 from flashckpt.errors import (
@@ -141,7 +140,7 @@ class Session:
     loaded: SnapshotId | None = None
     remote: Remote | None = None
     cache: CachePlace | None = None
-    remote_run: RemoteRun | None = None
+    remote_run: Stored | None = None
 
     def surroundings(self) -> dict[str, Any]:
         """Return the facts about this process that can change results; each snapshot has a copy. Devices
@@ -752,7 +751,7 @@ def open_together(
         assert session is not None
         if remote is not None:
             there = open_store(remote.url, remote.options)
-            session.remote_run = RemoteRun(store=there, problem=problem, known=mirror)
+            session.remote_run = Stored(mirror, there, problem=problem)
     except BaseException:
         if session is not None:
             session.close()

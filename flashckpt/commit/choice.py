@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from itertools import islice, takewhile
 
-from flashckpt.catalogue.changes import is_visible, parent_of, relate, visibility
+from flashckpt.catalogue.changes import is_visible, relate, visibility
+from flashckpt.commit.view import View
 from flashckpt.errors import RunError, UnusableRunError
 from flashckpt.format import forms
 from flashckpt.format.catalogue import CHECKPOINT, EMPTY, Catalogue, Checkpoint
@@ -68,15 +69,17 @@ class RankOffers:
         return cls(rank, tuple(newest[: -MOST_OFFERS - 1 : -1]))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Stored:
+@dataclass(frozen=True)
+class Stored(View):
     """What a store, the home or the mirror, has of the run. `broken`: checkpoints that are not whole, each
     with the reason. `problem`: why the mirror does not answer; empty if it does."""
 
-    url: str
-    catalogue: Catalogue = EMPTY
     broken: Mapping[SnapshotId, str] = field(default_factory=dict)
     problem: str = ""
+
+    @property
+    def url(self) -> str:
+        return self.store.url
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -325,7 +328,7 @@ def _behind_start(
 ) -> tuple[RunError | None, tuple[str, ...]]:
     """Why a start would lose steps in a mirror that does not answer or was not named, and warnings if it
     loses no known step."""
-    first, parent, read_from = candidates[0] if candidates else None, parent_of(home.catalogue), ""
+    first, parent, read_from = candidates[0] if candidates else None, home.parent, ""
     is_behind = parent is not None and (first is None or first.id < parent)
     if parent is not None and not home.catalogue.has(parent):
         read_from = home.catalogue.parent_url

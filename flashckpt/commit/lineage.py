@@ -10,7 +10,7 @@ from __future__ import annotations
 import secrets
 import socket
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -20,7 +20,6 @@ from flashckpt.commit.choice import Choice, Place, RankOffers, Stored, choose
 from flashckpt.commit.steps import StepRecord, is_whole, read_step, whole_or_why
 from flashckpt.commit.view import HOME, View, open_run
 from flashckpt.errors import FlashckptError, NoSuchStepError
-from flashckpt.format.catalogue import EMPTY, Catalogue
 from flashckpt.format.manifest import Manifest
 from flashckpt.format.names import AttemptName, CommitName, SnapshotId
 from flashckpt.store.base import Store
@@ -63,20 +62,10 @@ def steps(store: Store) -> list[int]:
     return sorted({each.step for each in open_run(store, create=False).visible()})
 
 
-@dataclass(frozen=True, kw_only=True)
-class RemoteRun:
-    """The mirror of a run, as a start has found it. `problem` says why it does not answer, empty if it does.
-    `known`: the version of its catalogue that was read, EMPTY if none was."""
-
-    store: Store
-    problem: str = ""
-    known: Catalogue = EMPTY
-
-
 def next_start(
     home: View,
     rows: Sequence[RankOffers] | None = None,
-    remote: RemoteRun | None = None,
+    remote: Stored | None = None,
     *,
     is_saved: bool = True,
     is_start: bool = True,
@@ -84,25 +73,20 @@ def next_start(
 ) -> Choice:
     """Choose what a start of the ranks that offer `rows` resumes from (None: one rank, with nothing in
     memory). A store from which some rank reads the first candidate has all files of it. `home`: a view that
-    was read just now. `is_start`: as of `choose`. `damaged`: checkpoints of the home that cannot be used.
-    OSError if the home does not answer."""
+    was read just now. `remote`: the mirror, as the start has found it. `is_start`: as of `choose`. `damaged`:
+    checkpoints of the home that cannot be used. OSError if the home does not answer."""
     rows = [RankOffers(0)] if rows is None else rows
-    here = Stored(
-        url=home.store.url, catalogue=home.catalogue, broken=dict.fromkeys(damaged, "it is damaged")
-    )
-    stores, stored = {Place.HOME: home.store}, {Place.HOME: here}
+    stored = {Place.HOME: Stored(home.catalogue, home.store, dict.fromkeys(damaged, "it is damaged"))}
     if remote is not None:
-        there = Stored(url=remote.store.url, catalogue=remote.known, problem=remote.problem)
-        if not there.problem:
+        if not remote.problem:
             try:
-                there = replace(there, catalogue=View.of(remote.store.brief(), remote.known).catalogue)
+                newest = View.of(remote.store.brief(), remote.catalogue).catalogue
+                remote = replace(remote, catalogue=newest)
             except OSError as error:
-                there = replace(there, problem=str(error.strerror or error))
-        stores[Place.MIRROR], stored[Place.MIRROR] = remote.store, there
+                remote = replace(remote, problem=str(error.strerror or error))
+        stored[Place.MIRROR] = remote
     while True:
-        choice = choose(
-            rows, stored[Place.HOME], stored.get(Place.MIRROR), is_saved=is_saved, is_start=is_start
-        )
+        choice = choose(rows, *stored.values(), is_saved=is_saved, is_start=is_start)
         if not choice.candidates:
             return choice
         first, manifests = choice.candidates[0], dict[Place, Manifest]()
@@ -110,10 +94,10 @@ def next_start(
         at = {Place.HOME: first.home, Place.MIRROR: first.mirror}
         looked_at = [(place, each) for place, each in at.items() if place in read and each is not None]
         for place, checkpoint in looked_at:
-            found = whole_or_why(stores[place], checkpoint)
+            found = whole_or_why(stored[place].store, checkpoint)
             if isinstance(found, str):
                 # It may be gone because a living job has committed newer ones.
-                newest = View.of(stores[place], stored[place].catalogue).catalogue
+                newest = View.of(stored[place].store, stored[place].catalogue).catalogue
                 broken = {**stored[place].broken, first.id: found}
                 stored[place] = replace(stored[place], catalogue=newest, broken=broken)
             else:

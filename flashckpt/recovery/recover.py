@@ -19,13 +19,13 @@ from dataclasses import replace
 
 from flashckpt.catalogue.requests import Stores
 from flashckpt.commit import attempts, lineage
-from flashckpt.commit.choice import Offer, Place, RankOffers
+from flashckpt.commit.choice import Offer, Place, RankOffers, Stored
 from flashckpt.commit.commit_step import folder_of
 from flashckpt.commit.needed import needed_slots
 from flashckpt.commit.steps import is_whole, missing_ranks
 from flashckpt.commit.view import HOME, View, check_writable, open_run, writers_in
 from flashckpt.errors import DamagedError, FlashckptError, RunHeldError, UnusableRunError
-from flashckpt.format.catalogue import CATALOGUE
+from flashckpt.format.catalogue import CATALOGUE, EMPTY
 from flashckpt.format.names import AttemptName, CommitName, SnapshotId
 from flashckpt.keeper import node_keepers
 from flashckpt.keeper.node_keepers import keeper_of
@@ -482,7 +482,7 @@ class _NodeSnapshots:
         """The step and tier of the next resume, or why there is none; neither for a run without steps.
         `damaged` are steps at rest that cannot be used. A snapshot in memory or cache is audited if it comes
         first."""
-        there = None if remote is None else lineage.RemoteRun(store=remote)
+        there = None if remote is None else Stored(EMPTY, remote)
         torn = set[tuple[str, int]]()
         while True:
             held, offers = self._offers(torn)

@@ -20,6 +20,7 @@ from flashckpt.commit.steps import is_whole
 from flashckpt.commit.tidying import tidy
 from flashckpt.commit.view import View, check_writable, open_run, writers_in
 from flashckpt.errors import FlashckptError, NoSuchStepError, UnusableRunError
+from flashckpt.format.catalogue import EMPTY
 from flashckpt.format.names import AttemptName, CommitName
 from flashckpt.options import Remote
 from flashckpt.persist.ledger import Event, lines_of
@@ -57,7 +58,7 @@ def prepare(local: Store, remote: Store, run_id: str) -> tuple[View, int]:
 def check_unanswered(local: Store, remote: Store, run_id: str, problem: str) -> None:
     """RunError if the remote does not answer and there is no run here: a new run would have another id, and
     the remote could never be used with it."""
-    refusal = choose((), Stored(url=local.url), Stored(url=remote.url, problem=problem)).refusal
+    refusal = choose((), Stored(EMPTY, local), Stored(EMPTY, remote, problem=problem)).refusal
     if not run_id and refusal is not None:
         raise refusal
 

@@ -26,8 +26,8 @@ from torch import Tensor
 from flashckpt import crashpoints
 from flashckpt.commit import lineage
 from flashckpt.commit.choice import Candidate as Agreed
-from flashckpt.commit.choice import Choice, Offer, Place, RankOffers
-from flashckpt.commit.lineage import RemoteRun, next_start
+from flashckpt.commit.choice import Choice, Offer, Place, RankOffers, Stored
+from flashckpt.commit.lineage import next_start
 from flashckpt.commit.steps import StepRecord, missing_of, read_checkpoint, step_of
 from flashckpt.commit.view import View
 from flashckpt.errors import DamagedError, OutOfSpaceError, RunError, UnusableRunError
@@ -138,7 +138,7 @@ class StepChoice:
         agreement: Agreement | None = None,
         save: Callable[[], None] = lambda: None,
         unsaved: Callable[[], Sequence[CommitName]] = tuple,
-        remote: RemoteRun | None = None,
+        remote: Stored | None = None,
         targets: Targets = lambda snapshot: {},
     ) -> None:
         self._home, self._store, self._survived, self._rank = home, home.store, survived, rank

@@ -4,7 +4,8 @@ import json
 import random
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -25,10 +26,12 @@ from flashckpt.commit.choice import (
 from flashckpt.errors import RunError, UnusableRunError
 from flashckpt.format.catalogue import EMPTY, Catalogue, Checkpoint, Lineage
 from flashckpt.format.names import AttemptName, SnapshotId
+from flashckpt.store.base import Store
 
 A, B, C, D = (AttemptName(number, nonce * 8) for number, nonce in zip((1, 2, 3, 3), "abcd", strict=True))
 MEMORY, CACHE, HOME, MIRROR = Place
-URL, THERE = "/runs/gpt", "s3://bucket/gpt"
+URL, THERE, OTHER = "/runs/gpt", "s3://bucket/gpt", "s3://bucket/other"
+AT = {url: cast(Store, SimpleNamespace(url=url)) for url in (URL, THERE, OTHER)}
 RUN = "5" * 16
 
 
@@ -59,11 +62,11 @@ def catalogue_of(*ids: SnapshotId, attempt: AttemptName = A, lineage: Lineage = 
 
 
 def home(*ids: SnapshotId, broken: Any = None, **more: Any) -> Stored:
-    return Stored(url=URL, catalogue=catalogue_of(*ids, **more), broken=broken or {})
+    return Stored(catalogue_of(*ids, **more), AT[URL], broken or {})
 
 
 def mirror(*ids: SnapshotId, problem: str = "", **more: Any) -> Stored:
-    return Stored(url=THERE, catalogue=catalogue_of(*ids, **more), problem=problem)
+    return Stored(catalogue_of(*ids, **more), AT[THERE], problem=problem)
 
 
 def boundaries(choice: Choice) -> list[int]:
@@ -120,14 +123,14 @@ _BRANCHES_ALONE = f"has committed steps (90@{C}:9), and its newest attempt began
          mirror(*committed(3, attempt=C), attempt=C, lineage=(id_of(2),)),
          f"{URL} and its mirror (remote={THERE}): The home and the mirror have diverged: step 40 of attempt "
          f"{B} is in the history of the home alone, and step 30 of attempt {C} in that of the mirror alone"),
-        ([], Stored(url=URL), AWAY,
+        ([], Stored(EMPTY, AT[URL]), AWAY,
          f"has no step, and the mirror (remote={THERE}) cannot be read (timeout)"),
         ([], home(*committed(3), **AT_5), AWAY, f"has step 30, which is older than {A}:5"),
         ([offer(3)], home(*committed(3), **AT_5), AWAY, f"has step 30, which is older than {A}:5"),
         ([], home(*committed(3), **READ_THERE), None, f"which it read in {THERE}, its mirror"),
         ([], home(**READ_THERE), None, "which it read in"),
         ([], home(**READ_THERE), mirror(), "which it read in"),
-        ([], home(*committed(3), **READ_THERE), replace(mirror(), url="s3://bucket/other"), "which it read"),
+        ([], home(*committed(3), **READ_THERE), replace(mirror(), store=AT[OTHER]), "which it read"),
         ([], BROKEN, None, "files of every one are missing"),
         ([], home(*FAR), mirror(), _BRANCHES_ALONE),
         ([], home(), mirror(*FAR), _BRANCHES_ALONE),
@@ -155,7 +158,7 @@ def test_what_is_here_is_taken_although_a_mirror_is_away_or_not_named() -> None:
     ("offers", "ours", "theirs", "taken", "text"),
     [
         ([], home(*committed(3)), AWAY, [3], "step 30 is resumed from"),
-        ([], Stored(url=URL), mirror(), [], f"the run was trained elsewhere, as attempt {A}"),
+        ([], Stored(EMPTY, AT[URL]), mirror(), [], f"the run was trained elsewhere, as attempt {A}"),
         ([offer(7)], home(*committed(3)),
          mirror(*committed(3), *committed(4, attempt=B), attempt=B, lineage=(id_of(3),)), [4, 3, 3],
          f"memory or cache has step 70 of attempt {A}"),
@@ -227,8 +230,8 @@ def stores(draw: st.DrawFn, url: str) -> Stored:
     parent_url = draw(st.sampled_from(["", "", THERE])) if url == URL else ""
     catalogue = catalogue_of(*ids, attempt=attempt, lineage=lineage, parent_url=parent_url)
     return Stored(
-        url=url,
-        catalogue=draw(st.sampled_from([catalogue, catalogue, catalogue, EMPTY])),
+        draw(st.sampled_from([catalogue, catalogue, catalogue, EMPTY])),
+        AT[url],
         broken=dict.fromkeys(draw(some), "cut short"),
         problem=draw(st.sampled_from(["", "", "", "away"])) if url == THERE else "",
     )

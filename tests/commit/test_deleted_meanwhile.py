@@ -10,8 +10,9 @@ import pytest
 from safetensors.numpy import load_file
 
 from flashckpt.cli.history import step_rows
+from flashckpt.commit.choice import Stored
 from flashckpt.commit.commit_step import collect
-from flashckpt.commit.lineage import RemoteRun, next_start, resolve
+from flashckpt.commit.lineage import next_start, resolve
 from flashckpt.commit.verification import verify
 from flashckpt.commit.view import View
 from flashckpt.errors import NoSuchStepError
@@ -91,7 +92,7 @@ def listed(store: Living, step: int | None) -> None:
 def remote(store: Living, step: int | None) -> None:
     """An empty home would begin anew if its mirror had no step."""
     home = View(EMPTY, LocalStore(f"{store.url}-home"))
-    choice = next_start(home, remote=RemoteRun(store=store))
+    choice = next_start(home, remote=Stored(EMPTY, store))
     assert choice.candidates
     assert choice.refusal is None
 

@@ -66,7 +66,7 @@ class Hearing(Agreement):
     """Of a rank that is not the first: it hears what rank 0 has decided, and lists nothing for that."""
 
     def __init__(self, store: Store) -> None:
-        self._found = choose([], Stored(url=store.url, catalogue=View.of(store).catalogue))
+        self._found = choose([], Stored.of(store))
 
     def choose(self, mine: RankOffers, decide: Callable[[Sequence[RankOffers]], Choice]) -> Choice:
         return self._found
