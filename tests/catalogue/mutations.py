@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -18,27 +18,31 @@ from flashckpt.format.names import AttemptName, SnapshotId
 from tests.catalogue import invariants, processes
 from tests.catalogue.explorer import Found
 from tests.catalogue.model import NFS, PLAIN, POSIX, S3, Overwrite, Store
-from tests.catalogue.scenarios import MOST_STATES, scenarios
+from tests.catalogue.scenarios import MOST_STATES, SCENARIOS
 
 Change = Callable[[Catalogue], Catalogue]
 
 
-@dataclass(frozen=True)
 class Mutation:
-    """`patches`: (where, name, instead). `violates`: the invariant, as its fault begins."""
+    """`violates`: the invariant, as its fault begins. `patches`: (where, name, instead)."""
 
-    name: str
-    violates: str
-    scenario: str
-    store: Store
-    patches: tuple[tuple[Any, str, Any], ...]
-    most_states: int = MOST_STATES
+    def __init__(
+        self,
+        name: str,
+        violates: str,
+        scenario: str,
+        store: Store,
+        *patches: tuple[Any, str, Any],
+        most_states: int = MOST_STATES,
+    ) -> None:
+        self.name, self.violates, self.scenario, self._store = name, violates, scenario, store
+        self._patches, self._most_states = patches, most_states
 
     def explore(self) -> Found:
         with ExitStack() as stack:
-            for where, name, instead in self.patches:
+            for where, name, instead in self._patches:
                 stack.enter_context(mock.patch.object(where, name, instead))
-            return scenarios()[self.scenario].search(self.store, self.most_states).run()
+            return SCENARIOS[self.scenario].search(self._store, self._most_states).run()
 
 
 # ---- versions
@@ -453,187 +457,100 @@ ALL_MAY_GO = (invariants.Invariants, "_judge_deletion", lambda *_: "")
 
 MUTATIONS = [
     # versions
-    Mutation(
-        "no look at the newest version after a creation", "I3", "sleeping leader", POSIX,
-        ((Home, "update", update_unchecked),),
-    ),
-    Mutation(
-        "a version is read without listing again", "I2", "sleeping leader and reader", POSIX,
-        ((Home, "newest", newest_read_once),),
-    ),
-    Mutation(
-        "the same, with a start and a collector", "I4", "sleeping start and collector", POSIX,
-        ((Home, "newest", newest_read_once),),
-    ),
-    Mutation(
-        "a version counts if the next one was made from it", "I3", "two sleepers", PLAIN,
-        ((Home, "update", update_by_chain), (Home, "newest", newest_read_once)),
-    ),
-    Mutation(
-        "a creation that failed counts if its number exists", "I3", "deposed leader", S3,
-        ((Home, "update", update_failed_is_done),),
-    ),
-    Mutation(
-        "a number that is taken is looked for in listings alone", "I7", "deposed leader", NFS,
-        ((Home, "update", update_believes_listings),),
-    ),
-    Mutation(
-        "a version is written as any other file", "I1", "first start", S3,
-        ((Home, "update", update_overwrites),),
-    ),
+    Mutation("no look at the newest version after a creation", "I3", "sleeping leader", POSIX,
+        (Home, "update", update_unchecked)),
+    Mutation("a version is read without listing again", "I2", "sleeping leader and reader", POSIX,
+        (Home, "newest", newest_read_once)),
+    Mutation("the same, with a start and a collector", "I4", "sleeping start and collector", POSIX,
+        (Home, "newest", newest_read_once)),
+    Mutation("a version counts if the next one was made from it", "I3", "two sleepers", PLAIN,
+        (Home, "update", update_by_chain), (Home, "newest", newest_read_once)),
+    Mutation("a creation that failed counts if its number exists", "I3", "deposed leader", S3,
+        (Home, "update", update_failed_is_done)),
+    Mutation("a number that is taken is looked for in listings alone", "I7", "deposed leader", NFS,
+        (Home, "update", update_believes_listings)),
+    Mutation("a version is written as any other file", "I1", "first start", S3,
+        (Home, "update", update_overwrites)),
     # who commits what
-    Mutation(
-        "any process commits", "I3", "deposed leader", POSIX,
-        ((home, "commit", commit_for_all),),
-    ),
-    Mutation(
-        "any session commits at a mirror", "I3", "mirror and reader", POSIX,
-        ((home, "commit", commit_for_all),),
-    ),
-    Mutation(
-        "a leader takes its name from the catalogue", "I3", "parent in memory", POSIX,
-        ((processes.Leader, "lead", lead_by_catalogue),),
-    ),
-    Mutation(
-        "snapshots are committed in any order", "I4", "two leaders of one attempt", POSIX,
-        in_both("is_committable", is_committable_again),
-    ),
+    Mutation("any process commits", "I3", "deposed leader", POSIX,
+        (home, "commit", commit_for_all)),
+    Mutation("any session commits at a mirror", "I3", "mirror and reader", POSIX,
+        (home, "commit", commit_for_all)),
+    Mutation("a leader takes its name from the catalogue", "I3", "parent in memory", POSIX,
+        (processes.Leader, "lead", lead_by_catalogue)),
+    Mutation("snapshots are committed in any order", "I4", "two leaders of one attempt", POSIX,
+        *in_both("is_committable", is_committable_again)),
     # starts
-    Mutation(
-        "a start is not bound to the version it looked at", "I6", "deposed leader", POSIX,
-        ((home, "begin", begin_on_whatever),),
-    ),
-    Mutation(
-        "starts begin again above each other", "I7", "first start", S3,
-        ((processes, "start", start_again),), 70_000,
-    ),
-    Mutation(
-        "whole snapshots are adopted without sizes", "I4", "backup", POSIX,
-        ((home, "_exact_cover", exact_cover_without_sizes), (Home, "_missing", believed)),
-    ),
-    Mutation(
-        "only the newest whole snapshot is adopted", "I6", "backup", POSIX,
-        ((home, "adopt", adopt_newest),),
-    ),
-    Mutation(
-        "whole snapshots of older attempts are adopted", "I4", "late manifest", POSIX,
-        (
-            *in_both("is_committable", is_committable_of_any_writer),
-            (Home, "_whole_snapshots", whole_snapshots_of_all),
-            ALL_OWN,
-        ),
-    ),
-    Mutation(
-        "writers of a lost catalogue are not recorded", "I4", "backup", POSIX,
-        ((home, "begin", begin_without_foreign),),
-    ),
+    Mutation("a start is not bound to the version it looked at", "I6", "deposed leader", POSIX,
+        (home, "begin", begin_on_whatever)),
+    Mutation("starts begin again above each other", "I7", "first start", S3,
+        (processes, "start", start_again), most_states=70_000),
+    Mutation("whole snapshots are adopted without sizes", "I4", "backup", POSIX,
+        (home, "_exact_cover", exact_cover_without_sizes), (Home, "_missing", believed)),
+    Mutation("only the newest whole snapshot is adopted", "I6", "backup", POSIX,
+        (home, "adopt", adopt_newest)),
+    Mutation("whole snapshots of older attempts are adopted", "I4", "late manifest", POSIX,
+        *in_both("is_committable", is_committable_of_any_writer),
+        (Home, "_whole_snapshots", whole_snapshots_of_all),
+        ALL_OWN),
+    Mutation("writers of a lost catalogue are not recorded", "I4", "backup", POSIX,
+        (home, "begin", begin_without_foreign)),
     # new writers
-    Mutation(
-        "a branch does not list data/", "I4", "backup and branch", POSIX,
-        ((home, "new_writer", new_writer_unlisted),),
-    ),
-    Mutation(
-        "a branch adopts nothing", "I6", "backup and branch", POSIX,
-        ((Home, "branch", branch_at_once),),
-    ),
-    Mutation(
-        "new writers do not give way", "I7", "mirror and reader", POSIX,
-        ((home, "_again", again_above),), 100_000,
-    ),
-    Mutation(
-        "rebuild names only what is committable", "I6", "no version", POSIX,
-        ((Home, "_whole_checkpoints", rebuild_committable),),
-    ),
-    Mutation(
-        "rebuild names garbage", "I4", "backup and recover", POSIX,
-        ((Home, "_whole_checkpoints", rebuild_all),),
-    ),
+    Mutation("a branch does not list data/", "I4", "backup and branch", POSIX,
+        (home, "new_writer", new_writer_unlisted)),
+    Mutation("a branch adopts nothing", "I6", "backup and branch", POSIX,
+        (Home, "branch", branch_at_once)),
+    Mutation("new writers do not give way", "I7", "mirror and reader", POSIX,
+        (home, "_again", again_above), most_states=100_000),
+    Mutation("rebuild names only what is committable", "I6", "no version", POSIX,
+        (Home, "_whole_checkpoints", rebuild_committable)),
+    Mutation("rebuild names garbage", "I4", "backup and recover", POSIX,
+        (Home, "_whole_checkpoints", rebuild_all)),
     # two stores
-    Mutation(
-        "stores are related by attempts", "I6", "mirror that missed a start", POSIX,
-        in_start("relate", relate_by_attempts),
-    ),
-    Mutation(
-        "the current lineage keeps ancestors with checkpoints only", "I6", "old home, newer mirror", POSIX,
-        in_start("relate", relate_spliced),
-    ),
-    Mutation(
-        "an empty home begins a new run beside a full mirror", "I6", "empty home, full mirror", POSIX,
-        in_start("relate", home_leads),
-    ),
-    Mutation(
-        "a copier tries again with the same checkpoint", "I7", "mirror and reader", POSIX,
-        ((processes, "copy_newest", copy_again),), 100_000,
-    ),
-    Mutation(
-        "frozen files are copied with each checkpoint", "I5", "mirror, frozen file", POSIX,
-        ((mirror, "_frozen_files", copy_all_files),),
-    ),
+    Mutation("stores are related by attempts", "I6", "mirror that missed a start", POSIX,
+        *in_start("relate", relate_by_attempts)),
+    Mutation("the current lineage keeps ancestors with checkpoints only",
+        "I6", "old home, newer mirror", POSIX,
+        *in_start("relate", relate_spliced)),
+    Mutation("an empty home begins a new run beside a full mirror", "I6", "empty home, full mirror", POSIX,
+        *in_start("relate", home_leads)),
+    Mutation("a copier tries again with the same checkpoint", "I7", "mirror and reader", POSIX,
+        (processes, "copy_newest", copy_again), most_states=100_000),
+    Mutation("frozen files are copied with each checkpoint", "I5", "mirror, frozen file", POSIX,
+        (mirror, "_frozen_files", copy_all_files)),
     # retention
-    Mutation(
-        "the version in hand decides what retention drops", "I1", "damaged", POSIX,
-        ((Home, "commit", commit_by_list),),
-    ),
-    Mutation(
-        "retention counts what lacks files", "I1", "file lost", POSIX,
-        ((Home, "whole", all_are_whole),),
-    ),
-    Mutation(
-        "retention counts what is damaged", "I1", "damaged", POSIX,
-        ((changes, "expired", expired_counting_damaged), (Home, "whole", whole_with_damaged)),
-    ),
-    Mutation(
-        "a start passes by what is damaged", "I6", "damaged", POSIX,
-        ((processes, "_chosen", choose_undamaged),),
-    ),
-    Mutation(
-        "a base that is gone is not reported", "I7", "base never whole", POSIX,
-        ((processes, "hopeless", hopeless_if_overtaken),),
-    ),
+    Mutation("the version in hand decides what retention drops", "I1", "damaged", POSIX,
+        (Home, "commit", commit_by_list)),
+    Mutation("retention counts what lacks files", "I1", "file lost", POSIX,
+        (Home, "whole", all_are_whole)),
+    Mutation("retention counts what is damaged", "I1", "damaged", POSIX,
+        (changes, "expired", expired_counting_damaged), (Home, "whole", whole_with_damaged)),
+    Mutation("a start passes by what is damaged", "I6", "damaged", POSIX,
+        (processes, "_chosen", choose_undamaged)),
+    Mutation("a base that is gone is not reported", "I7", "base never whole", POSIX,
+        (processes, "hopeless", hopeless_if_overtaken)),
     # deletion
-    Mutation(
-        "files are deleted before the version", "I4", "deposed leader", POSIX,
-        ((Home, "update", update_deletes_first),),
-    ),
-    Mutation(
-        "the collector ignores what is being saved", "I4", "two leaders of one attempt", POSIX,
-        ((home, "spared", spared_but("pending")),),
-    ),
-    Mutation(
-        "the same, for a parent in memory", "I4", "parent half written", POSIX,
-        ((home, "spared", spared_but("pending")),),
-    ),
-    Mutation(
-        "the collector ignores newer writers", "I4", "deposed leader", POSIX,
-        ((home, "spared", spared_but("newer")), (home, "is_known", all_known)),
-    ),
-    Mutation(
-        "folders by snapshot, not by writer", "I4", "parent half written", POSIX,
-        (
-            (Folder, "path", SnapshotFolder.path),
-            (home, "spared", spared_by_snapshot),
-            (home, "is_known", all_known),
-            ALL_OWN,
-        ),
-    ),
-    Mutation(
-        "an unknown manifest protects its folder", "I5", "deposed leader", POSIX,
-        ((Home, "collect", collect_but_manifests),),
-    ),
-    Mutation(
-        "a keeper clears its files before it writes again", "I4", "keeper replaced", POSIX,
-        ((processes, "write", write_clearing), ALL_MAY_GO),
-    ),
-    Mutation(
-        "the collector ignores frozen files", "I4", "frozen file shared", POSIX,
-        ((home, "spared", spared_but("base")),),
-    ),
-    Mutation(
-        "a base need not be named by a checkpoint", "I4", "frozen file dropped", POSIX,
-        in_both("is_committable", is_committable_with_any_base),
-    ),
-    Mutation(
-        "unnamed files in the folders of checkpoints go", "I4", "frozen file twice", POSIX,
-        ((Home, "collect", collect_unnamed),),
-    ),
+    Mutation("files are deleted before the version", "I4", "deposed leader", POSIX,
+        (Home, "update", update_deletes_first)),
+    Mutation("the collector ignores what is being saved", "I4", "two leaders of one attempt", POSIX,
+        (home, "spared", spared_but("pending"))),
+    Mutation("the same, for a parent in memory", "I4", "parent half written", POSIX,
+        (home, "spared", spared_but("pending"))),
+    Mutation("the collector ignores newer writers", "I4", "deposed leader", POSIX,
+        (home, "spared", spared_but("newer")), (home, "is_known", all_known)),
+    Mutation("folders by snapshot, not by writer", "I4", "parent half written", POSIX,
+        (Folder, "path", SnapshotFolder.path),
+        (home, "spared", spared_by_snapshot),
+        (home, "is_known", all_known),
+        ALL_OWN),
+    Mutation("an unknown manifest protects its folder", "I5", "deposed leader", POSIX,
+        (Home, "collect", collect_but_manifests)),
+    Mutation("a keeper clears its files before it writes again", "I4", "keeper replaced", POSIX,
+        (processes, "write", write_clearing), ALL_MAY_GO),
+    Mutation("the collector ignores frozen files", "I4", "frozen file shared", POSIX,
+        (home, "spared", spared_but("base"))),
+    Mutation("a base need not be named by a checkpoint", "I4", "frozen file dropped", POSIX,
+        *in_both("is_committable", is_committable_with_any_base)),
+    Mutation("unnamed files in the folders of checkpoints go", "I4", "frozen file twice", POSIX,
+        (Home, "collect", collect_unnamed)),
 ]  # fmt: skip

@@ -1,7 +1,7 @@
 """Where the processes of the search begin, and which there are."""
 
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 from flashckpt.catalogue.changes import quarantine
@@ -154,256 +154,203 @@ class Begun:
         self.mirrored_frozen = run_alone(self.shared, copy_newest("m", 2))[0]
 
 
-@cache
-def scenarios() -> dict[str, Scenario]:
-    found = [
-        *_of_leaders(),
-        *_of_keepers(),
-        *_of_parents(),
-        *_of_commands(),
-        *_of_frozen_files(),
-        *_after_losses(),
-        *_of_mirrors(),
-    ]
-    return {each.name: each for each in found}
-
-
-BEGUN = Begun()
+AT = Begun()
 DEEP = (POSIX, S3, PAGED, NFS)
-A_SAVES = leader("a", BEGUN.at_one, 2)
-POLLING_A = leader("a", BEGUN.at_one, 2, polls=1)
+A_SAVES = leader("a", AT.at_one, 2)
+POLLING_A = leader("a", AT.at_one, 2, polls=1)
 READER = Process("reader", read_all, may_die=False)
 COLLECTOR, COLLECTOR_2 = Process("collector", prune), Process("collector 2", prune)
 BRANCHER = Process("branch", partial(go_back, "x", A_1), nonce=nonce("x"))
 RECOVER_X, RECOVER_Y = (Process(f"recover {n}", partial(recover, n, B_2), nonce=nonce(n)) for n in "xy")
 COPY_X, COPY_Y = (Process(f"copy {n}", partial(copy_newest, n), nonce=nonce(n)) for n in "xy")
 COPY_2X, COPY_2Y = (Process(f"copy {n}", partial(copy_newest, n, 2), nonce=nonce(n)) for n in "xy")
+MARK = partial(quarantine, checkpoint=AT.at_begun.checkpoints[0], why="two reads differ")
+MARKER = Process("mark", lambda: HOME.update(MARK))
+KEEPERS = [Process(f"keeper {n}", partial(write, A, A_2, f"n{n}", n, 2)) for n in (0, 1)]
+AGAIN = Process("keeper 0 again", partial(write, A, A_2, "m0", 0, 2))
+HALF_B = partial(resume_half_written, "b", frozenset({A_3}), False)
+HALF_C = partial(resume_half_written, "c", frozenset({A_2}), True)
+PRUNER = Process("prune", partial(prune, 1), may_remove=True)
+VERIFIER = Process("verify", partial(verify, AT.at_three.checkpoints[-1], AT.rotten))
+LOST: dict[str, Any] = {"resumes": B_2, "is_lost": True, "is_coarse": True}
+MIRROR_READER = Process("reader", partial(read_all, MIRROR))
 
-
-def _of_leaders() -> list[Scenario]:
-    b = BEGUN
-    mark = partial(quarantine, checkpoint=b.at_begun.checkpoints[0], why="two reads differ")
-    marker = Process("mark", lambda: HOME.update(mark))
-    return [
-        Scenario("first start", {}, (job("a", 1, ends=True), job("b", 1)), kills=2, stores=DEEP),
-        Scenario("deposed leader", b.one, (A_SAVES, job("b", 1, 2)), kills=2, stores=DEEP),
-        Scenario("sleeping leader", b.one, (A_SAVES, job("b", 1, 2, trims=True)), kills=2),
-        Scenario(
-            "sleeping leader and reader",
-            b.one,
-            (leader("a", b.at_one, 2, collects=False), job("b", 1, 2, collects=False, trims=True), READER),
-            stores=(POSIX, NFS),
-            is_coarse=True,
+_ALL = [
+    # of leaders
+    Scenario("first start", {}, (job("a", 1, ends=True), job("b", 1)), kills=2, stores=DEEP),
+    Scenario("deposed leader", AT.one, (A_SAVES, job("b", 1, 2)), kills=2, stores=DEEP),
+    Scenario("sleeping leader", AT.one, (A_SAVES, job("b", 1, 2, trims=True)), kills=2),
+    Scenario(
+        "sleeping leader and reader",
+        AT.one,
+        (leader("a", AT.at_one, 2, collects=False), job("b", 1, 2, collects=False, trims=True), READER),
+        stores=(POSIX, NFS),
+        is_coarse=True,
+    ),
+    Scenario(
+        "sleeping start and collector",
+        AT.begun,
+        (
+            leader("b", AT.at_begun, 1, 2, 3, collects=False, trims=True),
+            job("c", collects=False),
+            COLLECTOR,
         ),
-        Scenario(
-            "sleeping start and collector",
-            b.begun,
-            (
-                leader("b", b.at_begun, 1, 2, 3, collects=False, trims=True),
-                job("c", collects=False),
-                COLLECTOR,
-            ),
-            kills=0,
-            stores=(POSIX,),
-            is_coarse=True,
+        kills=0,
+        stores=(POSIX,),
+        is_coarse=True,
+    ),
+    Scenario("start adopts", AT.whole, (POLLING_A, job("b", 1)), kills=2),
+    Scenario("late manifest", AT.one, (A_SAVES, job("b"), job("c")), stores=(POSIX,), is_coarse=True),
+    Scenario("two starts adopt", AT.whole, (POLLING_A, job("b"), job("c")), stores=(POSIX,), is_coarse=True),
+    Scenario(
+        "two sleepers",
+        AT.begun,
+        (
+            leader("b", AT.at_begun, 1, 2, 3, 4, collects=False, trims=True),
+            leader("1", AT.at_begun, 9, keep=2),
+            MARKER,
         ),
-        Scenario("start adopts", b.whole, (POLLING_A, job("b", 1)), kills=2),
-        Scenario("late manifest", b.one, (A_SAVES, job("b"), job("c")), stores=(POSIX,), is_coarse=True),
-        Scenario(
-            "two starts adopt", b.whole, (POLLING_A, job("b"), job("c")), stores=(POSIX,), is_coarse=True
+        kills=0,
+        stores=(PLAIN,),
+    ),
+    Scenario(
+        "two leaders of one attempt",
+        AT.one,
+        (leader("1", AT.at_one, 2, 3, keep=2), leader("2", AT.at_one, 3, keep=2), READER),
+        keep=2,
+        kills=2,
+        is_coarse=True,
+    ),
+    Scenario("flaky store", AT.one, (A_SAVES, job("b", 1, trims=True)), kills=2, stores=(FLAKY,)),
+    # of keepers
+    Scenario("keepers", AT.one, (*KEEPERS, leader("a", AT.at_one, 2, polls=2), job("b")), kills=2),
+    Scenario("keeper replaced", AT.whole, (AGAIN, POLLING_A, job("b")), kills=2),
+    # of parents
+    Scenario(
+        "parent in memory",
+        AT.half,
+        (job("b", 1, memory=frozenset({A_3})), job("c", 1, memory=frozenset({A_2}))),
+        memory=frozenset({A_2, A_3}),
+        kills=2,
+    ),
+    Scenario(
+        "parent in memory, no checkpoint",
+        AT.fresh,
+        (job("b", 1, memory=frozenset({A_60})), job("c", 1, memory=frozenset({A_60}))),
+        memory=frozenset({A_60}),
+        stores=(POSIX, S3),
+        is_coarse=True,
+    ),
+    Scenario(
+        "parent half written",
+        AT.half,
+        (
+            Process("job b", HALF_B, nonce=nonce("b")),
+            Process("job c", HALF_C, nonce=nonce("c")),
+            COLLECTOR,
         ),
-        Scenario(
-            "two sleepers",
-            b.begun,
-            (
-                leader("b", b.at_begun, 1, 2, 3, 4, collects=False, trims=True),
-                leader("1", b.at_begun, 9, keep=2),
-                marker,
-            ),
-            kills=0,
-            stores=(PLAIN,),
-        ),
-        Scenario(
-            "two leaders of one attempt",
-            b.one,
-            (leader("1", b.at_one, 2, 3, keep=2), leader("2", b.at_one, 3, keep=2), READER),
-            keep=2,
-            kills=2,
-            is_coarse=True,
-        ),
-        Scenario("flaky store", b.one, (A_SAVES, job("b", 1, trims=True)), kills=2, stores=(FLAKY,)),
-    ]
-
-
-def _of_keepers() -> list[Scenario]:
-    b = BEGUN
-    keepers = [Process(f"keeper {n}", partial(write, A, A_2, f"n{n}", n, 2)) for n in (0, 1)]
-    again = Process("keeper 0 again", partial(write, A, A_2, "m0", 0, 2))
-    return [
-        Scenario("keepers", b.one, (*keepers, leader("a", b.at_one, 2, polls=2), job("b")), kills=2),
-        Scenario("keeper replaced", b.whole, (again, POLLING_A, job("b")), kills=2),
-    ]
-
-
-def _of_parents() -> list[Scenario]:
-    b = BEGUN
-    half_b = partial(resume_half_written, "b", frozenset({A_3}), False)
-    half_c = partial(resume_half_written, "c", frozenset({A_2}), True)
-    return [
-        Scenario(
-            "parent in memory",
-            b.half,
-            (job("b", 1, memory=frozenset({A_3})), job("c", 1, memory=frozenset({A_2}))),
-            memory=frozenset({A_2, A_3}),
-            kills=2,
-        ),
-        Scenario(
-            "parent in memory, no checkpoint",
-            b.fresh,
-            (job("b", 1, memory=frozenset({A_60})), job("c", 1, memory=frozenset({A_60}))),
-            memory=frozenset({A_60}),
-            stores=(POSIX, S3),
-            is_coarse=True,
-        ),
-        Scenario(
-            "parent half written",
-            b.half,
-            (
-                Process("job b", half_b, nonce=nonce("b")),
-                Process("job c", half_c, nonce=nonce("c")),
-                COLLECTOR,
-            ),
-            memory=frozenset({A_2, A_3}),
-            is_coarse=True,
-        ),
-    ]
-
-
-def _of_commands() -> list[Scenario]:
-    b = BEGUN
-    pruner = Process("prune", partial(prune, 1), may_remove=True)
-    verifier = Process("verify", partial(verify, b.at_three.checkpoints[-1], b.rotten))
-    return [
-        Scenario(
-            "prune", b.three, (leader("a", b.at_three, 4, keep=3), pruner, READER), keep=3, is_coarse=True
-        ),
-        Scenario(
-            "branch",
-            b.three,
-            (leader("a", b.at_three, 4, keep=2, ends=True), BRANCHER, READER),
-            keep=2,
-            kills=2,
-            is_coarse=True,
-        ),
-        Scenario("file lost", b.lacking, (leader("a", b.at_three, 4, keep=2), job("b", keep=2)), keep=2),
-        Scenario(
-            "damaged",
-            b.damaged,
-            (leader("a", b.at_three, 4, keep=2), verifier, job("b", keep=2)),
-            keep=2,
-            stores=(POSIX, NFS),
-            is_coarse=True,
-        ),
-    ]
-
-
-def _of_frozen_files() -> list[Scenario]:
-    b = BEGUN
-    return [
-        Scenario(
-            "frozen file shared",
-            b.shared,
-            (leader("a", b.at_shared, 2, 3, frozen=(FROZEN, FROZEN)), job("b", 1), COLLECTOR),
-            stores=(POSIX,),
-            is_coarse=True,
-        ),
-        Scenario(
-            "frozen file dropped",
-            b.shared,
-            (leader("a", b.at_shared, 2, 3, frozen=("", FROZEN)), COLLECTOR, COLLECTOR_2),
-        ),
-        Scenario(
-            "frozen file twice",
-            b.twice,
-            (leader("a", b.at_shared, 2, 3, frozen=(UNNAMED, UNNAMED)), COLLECTOR),
-        ),
-        Scenario(
-            "base never whole",
-            b.never_whole,
-            (leader("a", b.at_one, 3, 4, 5, frozen=("", NEVER, NEVER)), job("b"), COLLECTOR),
-            stores=(POSIX,),
-            is_coarse=True,
-        ),
-    ]
-
-
-def _after_losses() -> list[Scenario]:
-    b = BEGUN
-    lost: dict[str, Any] = {"resumes": B_2, "is_lost": True, "is_coarse": True}
-    return [
-        Scenario(
-            "backup", b.backup, (job("c", 1, keep=3), COLLECTOR), keep=3, kills=2, foreign=frozenset({B})
-        ),
-        Scenario(
-            "backup and branch", b.backup, (BRANCHER, COLLECTOR), keep=3, kills=2, foreign=frozenset({B})
-        ),
-        Scenario(
-            "backup and recover",
-            b.behind,
-            (RECOVER_X, job("c", collects=False), COLLECTOR),
-            keep=3,
-            foreign=frozenset({B}),
-            stores=(POSIX, NFS),
-            is_coarse=True,
-        ),
-        Scenario("no version", b.lost, (RECOVER_X, RECOVER_Y, job("c")), foreign=frozenset({A, B}), **lost),
-        Scenario(
-            "no readable version",
-            b.unreadable,
-            (RECOVER_X, job("c", 1, keep=3), COLLECTOR),
-            keep=3,
-            foreign=frozenset({A, B}),
-            **lost,
-        ),
-        Scenario(
-            "newest version unreadable", b.newest_unreadable, (RECOVER_X, job("c", 1), COLLECTOR), **lost
-        ),
-    ]
-
-
-def _of_mirrors() -> list[Scenario]:
-    b = BEGUN
-    mirror_reader = Process("reader", partial(read_all, MIRROR))
-    return [
-        Scenario("mirror", b.one, (A_SAVES, COPY_X, COPY_Y), kills=0, stores=(POSIX,), is_coarse=True),
-        Scenario(
-            "mirror begins late",
-            b.begun,
-            (leader("b", b.at_begun, 1), COPY_X),
-            stores=(POSIX, S3),
-            is_coarse=True,
-        ),
-        Scenario("mirror and reader", b.one, (COPY_X, COPY_Y, mirror_reader), stores=(POSIX, NFS)),
-        Scenario("mirror that missed a start", b.missed, (job("d", 1, mirror=MIRROR), COPY_X), resumes=A_60),
-        Scenario(
-            "old home, newer mirror",
-            {**b.one, **b.mirrored},
-            (job("d", 1, mirror=MIRROR), COPY_X),
-            resumes=C_1,
-        ),
-        Scenario(
-            "empty home, full mirror",
-            b.mirrored,
-            (job("d", 1, mirror=MIRROR), job("e", mirror=MIRROR)),
-            resumes=C_1,
-            is_coarse=True,
-        ),
-        Scenario(
-            "mirror, frozen file",
-            b.mirrored_frozen,
-            (leader("a", b.at_shared, 2, frozen=(FROZEN,)), COPY_2X, COPY_2Y),
-            kills=0,
-            stores=(POSIX,),
-            is_coarse=True,
-        ),
-    ]
+        memory=frozenset({A_2, A_3}),
+        is_coarse=True,
+    ),
+    # of commands
+    Scenario(
+        "prune", AT.three, (leader("a", AT.at_three, 4, keep=3), PRUNER, READER), keep=3, is_coarse=True
+    ),
+    Scenario(
+        "branch",
+        AT.three,
+        (leader("a", AT.at_three, 4, keep=2, ends=True), BRANCHER, READER),
+        keep=2,
+        kills=2,
+        is_coarse=True,
+    ),
+    Scenario("file lost", AT.lacking, (leader("a", AT.at_three, 4, keep=2), job("b", keep=2)), keep=2),
+    Scenario(
+        "damaged",
+        AT.damaged,
+        (leader("a", AT.at_three, 4, keep=2), VERIFIER, job("b", keep=2)),
+        keep=2,
+        stores=(POSIX, NFS),
+        is_coarse=True,
+    ),
+    # of frozen files
+    Scenario(
+        "frozen file shared",
+        AT.shared,
+        (leader("a", AT.at_shared, 2, 3, frozen=(FROZEN, FROZEN)), job("b", 1), COLLECTOR),
+        stores=(POSIX,),
+        is_coarse=True,
+    ),
+    Scenario(
+        "frozen file dropped",
+        AT.shared,
+        (leader("a", AT.at_shared, 2, 3, frozen=("", FROZEN)), COLLECTOR, COLLECTOR_2),
+    ),
+    Scenario(
+        "frozen file twice",
+        AT.twice,
+        (leader("a", AT.at_shared, 2, 3, frozen=(UNNAMED, UNNAMED)), COLLECTOR),
+    ),
+    Scenario(
+        "base never whole",
+        AT.never_whole,
+        (leader("a", AT.at_one, 3, 4, 5, frozen=("", NEVER, NEVER)), job("b"), COLLECTOR),
+        stores=(POSIX,),
+        is_coarse=True,
+    ),
+    # after losses
+    Scenario("backup", AT.backup, (job("c", 1, keep=3), COLLECTOR), keep=3, kills=2, foreign=frozenset({B})),
+    Scenario("backup and branch", AT.backup, (BRANCHER, COLLECTOR), keep=3, kills=2, foreign=frozenset({B})),
+    Scenario(
+        "backup and recover",
+        AT.behind,
+        (RECOVER_X, job("c", collects=False), COLLECTOR),
+        keep=3,
+        foreign=frozenset({B}),
+        stores=(POSIX, NFS),
+        is_coarse=True,
+    ),
+    Scenario("no version", AT.lost, (RECOVER_X, RECOVER_Y, job("c")), foreign=frozenset({A, B}), **LOST),
+    Scenario(
+        "no readable version",
+        AT.unreadable,
+        (RECOVER_X, job("c", 1, keep=3), COLLECTOR),
+        keep=3,
+        foreign=frozenset({A, B}),
+        **LOST,
+    ),
+    Scenario("newest version unreadable", AT.newest_unreadable, (RECOVER_X, job("c", 1), COLLECTOR), **LOST),
+    # of mirrors
+    Scenario("mirror", AT.one, (A_SAVES, COPY_X, COPY_Y), kills=0, stores=(POSIX,), is_coarse=True),
+    Scenario(
+        "mirror begins late",
+        AT.begun,
+        (leader("b", AT.at_begun, 1), COPY_X),
+        stores=(POSIX, S3),
+        is_coarse=True,
+    ),
+    Scenario("mirror and reader", AT.one, (COPY_X, COPY_Y, MIRROR_READER), stores=(POSIX, NFS)),
+    Scenario("mirror that missed a start", AT.missed, (job("d", 1, mirror=MIRROR), COPY_X), resumes=A_60),
+    Scenario(
+        "old home, newer mirror",
+        {**AT.one, **AT.mirrored},
+        (job("d", 1, mirror=MIRROR), COPY_X),
+        resumes=C_1,
+    ),
+    Scenario(
+        "empty home, full mirror",
+        AT.mirrored,
+        (job("d", 1, mirror=MIRROR), job("e", mirror=MIRROR)),
+        resumes=C_1,
+        is_coarse=True,
+    ),
+    Scenario(
+        "mirror, frozen file",
+        AT.mirrored_frozen,
+        (leader("a", AT.at_shared, 2, frozen=(FROZEN,)), COPY_2X, COPY_2Y),
+        kills=0,
+        stores=(POSIX,),
+        is_coarse=True,
+    ),
+]
+SCENARIOS = {each.name: each for each in _ALL}

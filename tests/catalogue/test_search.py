@@ -6,7 +6,7 @@ import pytest
 
 from tests.catalogue.model import POSIX, S3, Store
 from tests.catalogue.mutations import MUTATIONS, Mutation
-from tests.catalogue.scenarios import Scenario, scenarios
+from tests.catalogue.scenarios import SCENARIOS, Scenario
 
 # Of less than two seconds each.
 SHORT = {
@@ -30,7 +30,7 @@ def _searches() -> list[object]:
             id=f"{scenario.name}-{store.name}",
             marks=[] if (scenario.name, store.name) in SHORT else pytest.mark.long,
         )
-        for scenario in scenarios().values()
+        for scenario in SCENARIOS.values()
         for store in scenario.stores
     ]
 
@@ -73,7 +73,7 @@ def test_each_rule_is_needed(mutation: Mutation) -> None:
 )
 def test_merging_of_states_loses_none(name: str, store: Store) -> None:
     """A search that tells processes apart by all answers that they were given reaches the same ends."""
-    merged, every = (scenarios()[name].search(store, by_answers=by_answers) for by_answers in (False, True))
+    merged, every = (SCENARIOS[name].search(store, by_answers=by_answers) for by_answers in (False, True))
     found, wanted = merged.run(), every.run()
     assert not found.fault, found.fault
     assert not wanted.fault, wanted.fault
