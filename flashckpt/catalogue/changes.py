@@ -21,27 +21,13 @@ from flashckpt.format.catalogue import (
 )
 from flashckpt.format.names import DATA, MAX_ATTEMPT, AttemptName, SnapshotId
 from flashckpt.format.owner import Owner
+from flashckpt.options import Keep
 from flashckpt.printable import escaped
+
+Ids = frozenset[SnapshotId]
 
 LINEAGE_KEPT = 1024
 """The length up to which the lineage of the current attempt keeps attempts without checkpoints."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Keep:
-    """What retention keeps: the newest `last` checkpoints of the history that are whole and not damaged,
-    every multiple of `every_steps`, and what is `in_use`.
-
-    whole: the checkpoints that were found whole after the version in hand was read. No others are counted.
-    """
-
-    last: int = 2
-    every_steps: int | None = None
-    whole: frozenset[SnapshotId] = frozenset()
-    in_use: frozenset[SnapshotId] = frozenset()
-
-    def __post_init__(self) -> None:
-        assert self.last >= 1, self.last
 
 
 @dataclass(frozen=True, slots=True)
@@ -418,13 +404,21 @@ def _take(
 # ---- other changes
 
 
-def commit(catalogue: Catalogue, *, writer: AttemptName, checkpoint: Checkpoint, keep: Keep) -> Catalogue:
+def commit(
+    catalogue: Catalogue,
+    *,
+    writer: AttemptName,
+    checkpoint: Checkpoint,
+    keep: Keep,
+    whole: Ids,
+    in_use: Ids = frozenset(),
+) -> Catalogue:
     """Add a checkpoint, and drop those that retention does not keep. SupersededError if another may commit.
 
     Adds nothing if the snapshot is older than one that this writer has committed, or if no checkpoint names a
     base of it. So the caller reports success only if the result `has` the snapshot; else it asks `hopeless`.
     Drops a checkpoint only if the catalogue that it changes has `keep.last` newer ones that are whole and not
-    damaged.
+    damaged. `whole`, `in_use`: as of `expired`.
     """
     if catalogue.has(checkpoint.id):
         return catalogue
@@ -432,24 +426,26 @@ def commit(catalogue: Catalogue, *, writer: AttemptName, checkpoint: Checkpoint,
     if not is_committable(catalogue, checkpoint):
         return catalogue
     added = _with(catalogue, checkpoint)
-    return _next(_without(added, expired(added, keep)))
+    return _next(_without(added, expired(added, keep, whole, in_use)))
 
 
-def retain(catalogue: Catalogue, *, keep: Keep) -> Catalogue:
+def retain(catalogue: Catalogue, *, keep: Keep, whole: Ids, in_use: Ids = frozenset()) -> Catalogue:
     """Drop the checkpoints that retention does not keep. Any process may do it."""
-    dropped = expired(catalogue, keep)
+    dropped = expired(catalogue, keep, whole, in_use)
     return _next(_without(catalogue, dropped)) if dropped else catalogue
 
 
-def expired(catalogue: Catalogue, keep: Keep) -> set[SnapshotId]:
-    """The checkpoints that retention drops. Those of other branches stay."""
+def expired(catalogue: Catalogue, keep: Keep, whole: Ids, in_use: Ids = frozenset()) -> set[SnapshotId]:
+    """The checkpoints of the history that retention drops: all but the newest `keep.last` that are whole and
+    not damaged, every multiple of `keep.every_steps`, and those `in_use`. `whole`: those that were found
+    whole after the version in hand was read. No others are counted."""
     seen = visible(catalogue)
-    counted = [each.id for each in seen if each.id in keep.whole - catalogue.damaged_ids][-keep.last :]
+    counted = [each.id for each in seen if each.id in whole - catalogue.damaged_ids][-keep.last :]
     if len(counted) < keep.last:
         return set()
     every = keep.every_steps
     old = (each for each in seen if each.id < counted[0] and not (every and each.step % every == 0))
-    return {each.id for each in old} - keep.in_use
+    return {each.id for each in old} - in_use
 
 
 def adopt(catalogue: Catalogue, found: tuple[Checkpoint, ...]) -> Catalogue:

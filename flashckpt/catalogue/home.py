@@ -17,7 +17,7 @@ from typing import cast
 from flashckpt._native import xxh3_128
 from flashckpt.catalogue.changes import (
     Committed,
-    Keep,
+    Ids,
     Launch,
     Spared,
     adopt,
@@ -57,6 +57,7 @@ from flashckpt.format.catalogue import (
 )
 from flashckpt.format.manifest import PART, File, Manifest, PartHead, manifest_of, unlike
 from flashckpt.format.names import DATA, AttemptName, SnapshotId
+from flashckpt.options import Keep
 from flashckpt.printable import listed
 
 _SHOWN = 20
@@ -139,24 +140,30 @@ class Home(Versions):
         return checkpoint
 
     def commit(
-        self, catalogue: Catalogue, writer: AttemptName, checkpoint: Checkpoint, keep: Keep
+        self,
+        catalogue: Catalogue,
+        writer: AttemptName,
+        checkpoint: Checkpoint,
+        keep: Keep,
+        in_use: Ids = frozenset(),
     ) -> Steps[Catalogue]:
         """Commit a checkpoint whose manifest is published. Returns a version; the checkpoint is committed if
         that version has it. Looks which checkpoints are whole if retention could drop one."""
-        whole = keep.whole | {checkpoint.id}
+        whole = frozenset({checkpoint.id})
         if len(visible(catalogue)) >= keep.last:
             whole |= yield from self.whole(catalogue, keep.last - 1)
-        change = partial(commit, writer=writer, checkpoint=checkpoint, keep=replace(keep, whole=whole))
+        kept = partial(commit, keep=keep, whole=whole, in_use=in_use)
+        change = partial(kept, writer=writer, checkpoint=checkpoint)
         return (yield from self.update(change, catalogue))
 
-    def retain(self, catalogue: Catalogue, keep: Keep) -> Steps[Catalogue]:
+    def retain(self, catalogue: Catalogue, keep: Keep, in_use: Ids = frozenset()) -> Steps[Catalogue]:
         """Drop the checkpoints that retention does not keep. Returns a version."""
         if len(visible(catalogue)) <= keep.last:
             return catalogue
-        whole = keep.whole | (yield from self.whole(catalogue, keep.last))
-        return (yield from self.update(partial(retain, keep=replace(keep, whole=whole)), catalogue))
+        whole = yield from self.whole(catalogue, keep.last)
+        return (yield from self.update(partial(retain, keep=keep, whole=whole, in_use=in_use), catalogue))
 
-    def whole(self, catalogue: Catalogue, most: int) -> Steps[frozenset[SnapshotId]]:
+    def whole(self, catalogue: Catalogue, most: int) -> Steps[Ids]:
         """The newest checkpoints of the history that are whole now and not damaged, at most so many."""
         found: set[SnapshotId] = set()
         for each in reversed(visible(catalogue)):

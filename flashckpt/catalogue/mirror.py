@@ -11,12 +11,13 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
-from flashckpt.catalogue.changes import Keep, bases, require_writer
+from flashckpt.catalogue.changes import bases, require_writer
 from flashckpt.catalogue.home import Home
 from flashckpt.catalogue.requests import Copy, Files, Read, Steps
 from flashckpt.errors import DamagedError
 from flashckpt.format.catalogue import Catalogue, Checkpoint, Folder
 from flashckpt.format.manifest import File, FrozenFile, Manifest, PartFile, plain_name
+from flashckpt.options import Keep
 
 log = logging.getLogger(__name__)
 

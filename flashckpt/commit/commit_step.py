@@ -14,7 +14,6 @@ from functools import partial
 from flashckpt import crashpoints
 from flashckpt.catalogue import changes
 from flashckpt.catalogue.changes import Committed, expired, hopeless, is_newer
-from flashckpt.catalogue.changes import Keep as Kept
 from flashckpt.catalogue.requests import Stores
 from flashckpt.commit.steps import check_alike, heads_at_rest
 from flashckpt.commit.view import HOME, View
@@ -118,7 +117,7 @@ def commit(
     crashpoints.point("manifest.checked")
     checkpoint = stores.run(HOME.publish(view.catalogue, manifest))
     crashpoints.point("manifest.written")
-    after = stores.run(HOME.commit(view.catalogue, folder.writer, checkpoint, kept(keep, in_use)))
+    after = stores.run(HOME.commit(view.catalogue, folder.writer, checkpoint, kept(keep), in_use))
     crashpoints.point("version.created")
     guard()
     found = View(after, store)
@@ -126,7 +125,7 @@ def commit(
         return Outcome(hopeless(after, checkpoint) or Committed.OVERTAKEN, found)
     dropped = tuple(sorted(set(view.checkpoints).difference(found.checkpoints)))
     ids = frozenset(each.id for each in after.checkpoints)
-    is_due = not dropped and bool(expired(after, replace(kept(keep, in_use), whole=ids)))
+    is_due = not dropped and bool(expired(after, kept(keep), ids, in_use))
     return Outcome(Committed.YES, found, None if is_due else dropped)
 
 
@@ -151,16 +150,16 @@ def found_run(store: Store, folder: Folder, run_id: str) -> View:
     return View(stores.run(HOME.found(manifest, run_id)), store)
 
 
-def kept(keep: Keep, in_use: frozenset[SnapshotId] = frozenset()) -> Kept:
+def kept(keep: Keep) -> Keep:
     """The retention that a user asks for, with the fewest checkpoints that stay."""
-    return Kept(last=max(keep.last, ALWAYS_KEPT), every_steps=keep.every_steps, in_use=in_use)
+    return replace(keep, last=max(keep.last, ALWAYS_KEPT))
 
 
 def retain(
     view: View, keep: Keep, in_use: frozenset[SnapshotId] = frozenset()
 ) -> tuple[View, tuple[CommitName, ...]]:
     """Drop the checkpoints that retention does not keep. Returns the newest view, and those that are gone."""
-    after = Stores({HOME.store: view.store}).run(HOME.retain(view.catalogue, kept(keep, in_use)))
+    after = Stores({HOME.store: view.store}).run(HOME.retain(view.catalogue, kept(keep), in_use))
     found = View(after, view.store)
     return found, tuple(sorted(set(view.checkpoints).difference(found.checkpoints)))
 
@@ -169,7 +168,7 @@ def retained(view: View, keep: Keep) -> View:
     """The view that `retain` would return now. Changes nothing."""
     rule = kept(keep)
     whole = Stores({HOME.store: view.store}).run(HOME.whole(view.catalogue, rule.last))
-    return View(changes.retain(view.catalogue, keep=replace(rule, whole=whole)), view.store)
+    return View(changes.retain(view.catalogue, keep=rule, whole=whole), view.store)
 
 
 def collect(store: Store, catalogue: Catalogue, before: Catalogue = EMPTY, *, trims: bool = True) -> None:

@@ -8,13 +8,14 @@ from typing import Any
 from unittest import mock
 
 from flashckpt.catalogue import changes, home, mirror
-from flashckpt.catalogue.changes import Keep, NewWriter, Spared
+from flashckpt.catalogue.changes import NewWriter, Spared
 from flashckpt.catalogue.home import Home
 from flashckpt.catalogue.requests import Create, Delete, Files, Read, Steps
 from flashckpt.errors import RunHeldError, SupersededError, UnusableRunError
 from flashckpt.format.catalogue import EMPTY, Catalogue, Checkpoint, Folder, version_path
 from flashckpt.format.manifest import Manifest, PartHead
 from flashckpt.format.names import AttemptName, SnapshotId
+from flashckpt.options import Keep
 from tests.catalogue import invariants, processes
 from tests.catalogue.explorer import Found
 from tests.catalogue.model import NFS, PLAIN, POSIX, S3, Overwrite, Store
@@ -146,7 +147,7 @@ _update = Home.update
 
 
 def commit_for_all(
-    catalogue: Catalogue, *, writer: AttemptName, checkpoint: Checkpoint, keep: Keep
+    catalogue: Catalogue, *, writer: AttemptName, checkpoint: Checkpoint, **_: Any
 ) -> Catalogue:
     """Any process commits."""
     if catalogue.has(checkpoint.id) or not changes.is_newer(catalogue, checkpoint.id):
@@ -206,13 +207,13 @@ def home_leads(one: Catalogue, other: Catalogue) -> Catalogue:
 
 def commit_by_list(self: Home, catalogue: Catalogue, *rest: Any) -> Steps[Catalogue]:
     """The version in hand decides what retention drops."""
-    writer, checkpoint, keep = rest
+    writer, checkpoint, keep, *_ = rest
     whole = (yield from self.whole(catalogue, keep.last)) | {checkpoint.id}
     kept = sorted(whole)[-keep.last :]
     dropped = {each.id for each in catalogue.checkpoints if len(kept) == keep.last and each.id < kept[0]}
 
     def change(found: Catalogue) -> Catalogue:
-        made = changes.commit(found, writer=writer, checkpoint=checkpoint, keep=replace(keep, last=99))
+        made = changes.commit(found, writer=writer, checkpoint=checkpoint, keep=keep, whole=frozenset())
         return found if made is found else changes._without(made, dropped)
 
     return (yield from self.update(change, catalogue))
@@ -223,8 +224,8 @@ def all_are_whole(self: Home, catalogue: Catalogue, *_: Any) -> Steps[frozenset[
     yield
 
 
-def expired_counting_damaged(catalogue: Catalogue, keep: Keep) -> set[SnapshotId]:
-    return _expired(replace(catalogue, damaged=()), keep)
+def expired_counting_damaged(catalogue: Catalogue, *rest: Any) -> set[SnapshotId]:
+    return _expired(replace(catalogue, damaged=()), *rest)
 
 
 def whole_with_damaged(self: Home, catalogue: Catalogue, *rest: Any) -> Steps[frozenset[SnapshotId]]:

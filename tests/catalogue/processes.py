@@ -10,7 +10,6 @@ from typing import Any
 from flashckpt.catalogue import mirror as mirrors
 from flashckpt.catalogue.changes import (
     Committed,
-    Keep,
     Launch,
     ancestry,
     end,
@@ -30,6 +29,7 @@ from flashckpt.errors import SupersededError, UnusableRunError
 from flashckpt.format.catalogue import EMPTY, Catalogue, Checkpoint, Folder
 from flashckpt.format.manifest import File, FrozenFile, Manifest, PartFile, PartHead, RankFiles, part_name
 from flashckpt.format.names import AttemptName, SnapshotId
+from flashckpt.options import Keep
 from tests.catalogue.model import Report
 
 HOME, MIRROR = Home("home", keep_versions=2), Home("mirror", keep_versions=2)

@@ -3,12 +3,13 @@ like."""
 
 import secrets
 
-from flashckpt.catalogue.changes import Keep, visible
+from flashckpt.catalogue.changes import visible
 from flashckpt.catalogue.home import Home
 from flashckpt.catalogue.requests import Stores
 from flashckpt.format.catalogue import DATA, Catalogue, Checkpoint, Folder
 from flashckpt.format.manifest import File, FrozenFile, Manifest, PartHead, RankFiles, part_name
 from flashckpt.format.names import SnapshotId
+from flashckpt.options import Keep
 from flashckpt.store.base import Store, write_once
 from tests.catalogue.processes import start_in
 

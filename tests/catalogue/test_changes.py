@@ -6,11 +6,8 @@ import pytest
 
 from flashckpt.catalogue import changes
 from flashckpt.catalogue.changes import (
-    Keep,
-    Spared,
     ancestry,
     begin,
-    branch,
     commit,
     end,
     found,
@@ -18,12 +15,11 @@ from flashckpt.catalogue.changes import (
     new_writer,
     newest,
     parent_of,
-    quarantine,
-    spared,
 )
 from flashckpt.errors import UnusableRunError
 from flashckpt.format.catalogue import EMPTY, Catalogue, Checkpoint, Folder
 from flashckpt.format.names import AttemptName, SnapshotId
+from flashckpt.options import Keep
 
 RUN = "5eed" * 4
 
@@ -52,8 +48,8 @@ def committed(catalogue: Catalogue, *boundaries: int, last: int = 99) -> Catalog
     for boundary in boundaries:
         made = checkpoint(SnapshotId(catalogue.writer, boundary))
         whole = frozenset(each.id for each in catalogue.checkpoints) | {made.id}
-        keep = Keep(last=last, whole=whole)
-        catalogue = commit(catalogue, writer=catalogue.writer, checkpoint=made, keep=keep)
+        keep = Keep(last=last)
+        catalogue = commit(catalogue, writer=catalogue.writer, checkpoint=made, keep=keep, whole=whole)
     return catalogue
 
 
@@ -63,13 +59,6 @@ def boundaries(catalogue: Catalogue) -> list[int]:
 
 MADE = make(EMPTY, run_id=RUN)
 THREE = committed(begun(MADE), 1, 2, 3)
-
-
-def test_a_new_writer_is_bound_to_the_version_it_was_chosen_for() -> None:
-    new = new_writer(THREE, "5f2c0a1b", [])
-    later = committed(THREE, 4)
-    assert begin(later, new=new, lineage=()) is later
-    assert branch(later, new=new, parent=at(1)) is later
 
 
 def test_starts_that_die_are_counted() -> None:
@@ -82,27 +71,20 @@ def test_starts_that_die_are_counted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("keep", "left"),
+    ("keep", "whole", "left"),
     [
-        (Keep(last=2, whole=frozenset(map(at, (2, 3, 4)))), [3, 4]),
-        (Keep(last=3, whole=frozenset(map(at, (1, 2, 3, 4)))), [2, 3, 4]),
-        (Keep(last=2, whole=frozenset({at(4)})), [1, 2, 3, 4]),
-        (Keep(last=2, whole=frozenset({at(1), at(4)})), [1, 2, 3, 4]),
-        (Keep(last=1, whole=frozenset({at(4)})), [4]),
-        (Keep(last=1, whole=frozenset({at(4)}), in_use=frozenset({at(2)})), [2, 4]),
-        (Keep(last=1, whole=frozenset({at(4)}), every_steps=2), [2, 4]),
+        (Keep(last=2), (2, 3, 4), [3, 4]),
+        (Keep(last=3), (1, 2, 3, 4), [2, 3, 4]),
+        (Keep(last=2), (4,), [1, 2, 3, 4]),
+        (Keep(last=2), (1, 4), [1, 2, 3, 4]),
+        (Keep(last=1), (4,), [4]),
+        (Keep(last=1, every_steps=2), (4,), [2, 4]),
     ],
 )
-def test_retention_counts_what_is_whole(keep: Keep, left: list[int]) -> None:
-    assert boundaries(commit(THREE, writer=name(1), checkpoint=checkpoint(at(4)), keep=keep)) == left
-
-
-def test_retention_does_not_count_what_is_damaged() -> None:
-    damaged = quarantine(THREE, checkpoint=THREE.checkpoints[2], why="two reads differ")
-    keep = Keep(last=2, whole=frozenset(map(at, (2, 3, 4))))
-    made = commit(damaged, writer=name(1), checkpoint=checkpoint(at(4)), keep=keep)
-    assert boundaries(made) == [2, 3, 4]
-    assert quarantine(THREE, checkpoint=checkpoint(at(3), writer=9), why="of another writer") is THREE
+def test_retention_counts_what_is_whole(keep: Keep, whole: tuple[int, ...], left: list[int]) -> None:
+    made = checkpoint(at(4))
+    after = commit(THREE, writer=name(1), checkpoint=made, keep=keep, whole=frozenset(map(at, whole)))
+    assert boundaries(after) == left
 
 
 def test_retention_leaves_other_branches() -> None:
@@ -132,17 +114,3 @@ def test_a_lineage_does_not_grow_for_ever(monkeypatch: pytest.MonkeyPatch) -> No
         catalogue = begun(catalogue, SnapshotId(catalogue.attempt, 1))
     lineage = dict(catalogue.lineages)[catalogue.attempt]
     assert (len(lineage), lineage[-1], len(catalogue.lineages)) == (31, at(1), 2)
-
-
-def test_garbage_is_what_no_later_version_names() -> None:
-    def folders(*each: tuple[int, SnapshotId]) -> list[Folder]:
-        return [Folder(name(writer), id) for writer, id in each]
-
-    checkpoint_4 = checkpoint(at(4), bases=[Folder(name(1), at(4))])
-    with_base = commit(THREE, writer=name(1), checkpoint=checkpoint_4, keep=Keep())
-    named = begun(with_base, at(4))
-    of = folders((1, at(0)), (1, at(3)), (1, at(9)), (2, at(4)), (2, at(9, 2)), (3, at(1, 3)))
-    kept = [Spared.NOTHING, Spared.ALL, Spared.NOTHING, Spared.ALL, Spared.ALL, Spared.ALL]
-    assert list(spared(named, of).values()) == kept
-    of = folders((2, at(4, 2)), (2, at(6, 2)))
-    assert list(spared(committed(named, 5), of).values()) == [Spared.NOTHING, Spared.ALL]

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from flashckpt.catalogue.changes import Keep, parent_of, quarantine, visible
+from flashckpt.catalogue.changes import parent_of, quarantine, visible
 from flashckpt.catalogue.requests import Stores
 from flashckpt.errors import DamagedError, FormatError, RunError, RunHeldError, UnusableRunError
 from flashckpt.format.catalogue import CATALOGUE, Catalogue, Folder, version_path
 from flashckpt.format.checked_json import dump
 from flashckpt.format.manifest import Manifest
 from flashckpt.format.names import DATA, AttemptName, SnapshotId
+from flashckpt.options import Keep
 from flashckpt.store.base import Entry, Store
 from flashckpt.store.local import LocalStore
 from tests.catalogue.processes import start_in

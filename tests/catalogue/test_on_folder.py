@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from flashckpt.catalogue.changes import Keep
 from flashckpt.format.catalogue import Folder
 from flashckpt.format.manifest import Manifest
 from flashckpt.format.names import SnapshotId
+from flashckpt.options import Keep
 from flashckpt.store.base import Store
 from flashckpt.store.local import LocalStore
 from tests.catalogue.snapshots import HOME, Job, faults, files_of

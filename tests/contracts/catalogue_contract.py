@@ -7,13 +7,14 @@ from threading import Barrier
 
 import pytest
 
-from flashckpt.catalogue.changes import Keep, end, parent_of, quarantine
+from flashckpt.catalogue.changes import end, parent_of, quarantine
 from flashckpt.catalogue.home import Home
 from flashckpt.catalogue.requests import Stores
 from flashckpt.errors import DamagedError, RunError, RunHeldError, SupersededError, UnusableRunError
 from flashckpt.format.catalogue import CATALOGUE, Catalogue, Checkpoint, Folder, version_path
 from flashckpt.format.manifest import FrozenFile
 from flashckpt.format.names import SnapshotId
+from flashckpt.options import Keep
 from flashckpt.store.base import Store
 from tests.catalogue.processes import start_in
 from tests.catalogue.snapshots import HOME, RUN, Job, boundaries, faults, files_of, nonce, write_part
@@ -62,10 +63,10 @@ class CatalogueContract:
         id = SnapshotId(job.name, 1)
         job.write(id, (0,), 4)
         job.write(id, (0, 1), 4)
-        assert job.commit(id, Keep()) is None
+        assert job.commit(id, Keep(last=2)) is None
         job.write(id, (0, 1), 4)
         job.write(id, (2, 3), 4)
-        made = job.commit(id, Keep())
+        made = job.commit(id, Keep(last=2))
         assert made.num_bytes > 46
         assert faults(store) == []
 
@@ -76,7 +77,7 @@ class CatalogueContract:
         write_part(store, folder, (0,), 2)
         write_part(store, folder, (0,), 1)
         with pytest.raises(DamagedError, match="different steps or numbers"):
-            job.commit(folder.id, Keep())
+            job.commit(folder.id, Keep(last=2))
         assert parent_of(Job(store).catalogue) == SnapshotId(job.name, 1)
 
     def test_frozen_files_stay_as_long_as_a_checkpoint_names_them(self, store: Store) -> None:
@@ -91,7 +92,7 @@ class CatalogueContract:
             job.save(boundary)
         assert files_of(store, frozen.base.path) == []
         job.write(SnapshotId(job.name, 7), frozen=frozen)
-        assert job.commit(SnapshotId(job.name, 7), Keep()) is None
+        assert job.commit(SnapshotId(job.name, 7), Keep(last=2)) is None
 
     def test_one_of_many_starts_wins(self, opener: Callable[[], Store]) -> None:
         Job(opener()).save(1)
