@@ -85,6 +85,18 @@ def leader(
     return Process(f"leader {name}", act, nonce=catalogue.writer.nonce)
 
 
+# What a mutation can replace is looked up when the process begins.
+
+
+def copier(name: str, keep: int) -> Process:
+    return Process(f"copy {name}", lambda: processes.copy_newest(name, keep), nonce=nonce(name))
+
+
+def keeper(name: str, node: int) -> Process:
+    """Of one of two nodes of attempt a."""
+    return Process(f"keeper {name}", lambda: processes.write(A, A_2, name, node, 2))
+
+
 A, B = attempt(1, "a"), attempt(2, "b")
 A_1, A_2, A_3, A_4 = (SnapshotId(A, boundary) for boundary in (1, 2, 3, 4))
 A_60, B_2, C_1 = SnapshotId(A, 60), SnapshotId(B, 2), SnapshotId(attempt(3, "c"), 1)
@@ -162,12 +174,11 @@ READER = Process("reader", read_all, may_die=False)
 COLLECTOR, COLLECTOR_2 = Process("collector", prune), Process("collector 2", prune)
 BRANCHER = Process("branch", partial(go_back, "x", A_1), nonce=nonce("x"))
 RECOVER_X, RECOVER_Y = (Process(f"recover {n}", partial(recover, n, B_2), nonce=nonce(n)) for n in "xy")
-COPY_X, COPY_Y = (Process(f"copy {n}", partial(copy_newest, n), nonce=nonce(n)) for n in "xy")
-COPY_2X, COPY_2Y = (Process(f"copy {n}", partial(copy_newest, n, 2), nonce=nonce(n)) for n in "xy")
+COPY_X, COPY_Y, COPY_2X, COPY_2Y = (copier(name, keep) for keep in (1, 2) for name in "xy")
 MARK = partial(quarantine, checkpoint=AT.at_begun.checkpoints[0], why="two reads differ")
 MARKER = Process("mark", lambda: HOME.update(MARK))
-KEEPERS = [Process(f"keeper {n}", partial(write, A, A_2, f"n{n}", n, 2)) for n in (0, 1)]
-AGAIN = Process("keeper 0 again", partial(write, A, A_2, "m0", 0, 2))
+KEEPERS = [keeper(f"n{node}", node) for node in (0, 1)]
+AGAIN = keeper("m0", 0)
 HALF_B = partial(resume_half_written, "b", frozenset({A_3}), False)
 HALF_C = partial(resume_half_written, "c", frozenset({A_2}), True)
 PRUNER = Process("prune", partial(prune, 1), may_remove=True)
