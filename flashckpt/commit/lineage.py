@@ -139,6 +139,15 @@ def read_whole(
                 raise
 
 
+def named(
+    view: View, step: int | None, at: AttemptName | SnapshotId | None, *, of_all: bool = False
+) -> list[CommitName]:
+    """The checkpoints that a caller may mean, newest first: visible ones, or those of the attempt or snapshot
+    `at`; with `of_all` also those of other branches."""
+    names = view.checkpoints if of_all or at is not None else view.visible()
+    return [each for each in names[::-1] if step in (None, each.step) and at in (None, each.attempt, each.id)]
+
+
 def until_stable(store: Store, find: Callable[[], list[_Found]]) -> list[_Found]:
     """What `find` finds among the steps; an empty result only if no commit was made meanwhile: a job may have
     deleted all listed steps and committed newer ones."""
@@ -162,12 +171,7 @@ def _chosen(store: Store, step: int | None, at: AttemptName | SnapshotId | None)
 
     def find() -> list[CommitName]:
         view = View.of(store)
-        if at is not None:
-            of = [each for each in view.checkpoints[::-1] if at in (each.attempt, each.id)]
-        else:
-            of = view.newest_first()
-        wanted = (each for each in of if step in (None, each.step))
-        return [name for name in wanted if is_whole(view, name)][:1]
+        return [each for each in named(view, step, at) if is_whole(view, each)][:1]
 
     if found := until_stable(store, find):
         return found[0]

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Literal
 
 from flashckpt import _native
-from flashckpt.commit.lineage import resolve, until_stable
+from flashckpt.commit.lineage import named, resolve, until_stable
 from flashckpt.commit.steps import StepRecord, committed, missing_of, read_step
 from flashckpt.commit.view import View, open_run
 from flashckpt.errors import DamagedError, FlashckptError, NoSuchStepError
@@ -97,7 +97,8 @@ def verify(
 
     def find() -> list[Row]:
         rows, records, known = list[Row](), list[StepRecord](), dict[_Claimed, Row]()
-        for each in _chosen(store, step, at, all_steps):
+        chosen = named(View.of(store), step, at, of_all=all_steps)  # with incomplete ones
+        for each in chosen or ([] if step is None else [resolve(store, step, at).name]):
             try:
                 record, found = _records(store, each)
             except NoSuchStepError:
@@ -114,31 +115,12 @@ def verify(
         gone = suspects.difference(View.of(store).checkpoints) if suspects else ()
         return [row for row in rows if row.name not in gone]
 
-    def work() -> list[Row]:
-        rows = until_stable(store, find)
-        while step is not None and not rows:
-            # Another commit of that number, or the error for none.
-            rows = find()
-        return rows
-
     def report() -> None:
         if word[1]:
             progress(word[0], word[1])
 
-    rows = watched("verify", work, report)
+    rows = watched("verify", lambda: until_stable(store, find), report)
     return Report(rows=tuple(sorted(rows, key=lambda row: row.name, reverse=True)))
-
-
-def _chosen(
-    store: Store, step: int | None, at: AttemptName | SnapshotId | None, all_steps: bool
-) -> list[CommitName]:
-    """The steps to read, newest first, with incomplete ones, which are reported."""
-    view = View.of(store)
-    names = (view.checkpoints if all_steps or at is not None else view.visible())[::-1]
-    if step is None:
-        return list(names)
-    found = [each for each in names if each.step == step and at in (None, each.attempt, each.id)]
-    return found or [resolve(store, step, at).name]
 
 
 def _records(store: Store, name: CommitName) -> tuple[StepRecord | None, list[Row]]:
