@@ -24,7 +24,7 @@ from flashckpt.checkpointer.signals import Signals
 from flashckpt.checkpointer.slots import Slots
 from flashckpt.commit.attempts import check_newest
 from flashckpt.commit.commit_step import folder_of
-from flashckpt.commit.steps import missing_ranks
+from flashckpt.commit.steps import heads_at_rest, lacking
 from flashckpt.commit.view import View
 from flashckpt.errors import FlashckptError, KeeperError, PersistError, SupersededError
 from flashckpt.format.names import AttemptName, CommitName
@@ -323,7 +323,7 @@ class KeeperLink:
             with contextlib.suppress(FlashckptError, OSError):
                 session, lost = self._session, self._coordination.lost
                 folder = folder_of(View.of(session.store), name.id)
-                ranks = missing_ranks(session.store, folder, session.environment.world)
+                ranks = lacking(heads_at_rest(session.store, folder), session.environment.world)
                 shown = ", ".join(map(str, ranks[:_MOST_RANKS])) + (", …" if ranks[_MOST_RANKS:] else "")
                 return f"this node's part of it is written, and none of ranks {shown}" + (
                     f"; {lost} is gone" if lost else ""

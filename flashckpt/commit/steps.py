@@ -190,7 +190,12 @@ class StepRecord:
     def rank(self, rank: int) -> RankRecord:
         """The record of a rank. NoSuchStepError if the step has no such rank."""
         if (found := self.parts.of_rank(rank)) is None:
-            raise _no_rank(self.manifest, rank)
+            raise NoSuchStepError(
+                f"step {self.step} was made by {self.world} ranks and has no rank {rank}. Nothing was "
+                "changed. Run with as many ranks as made it.",
+                step=self.step,
+                rank=rank,
+            )
         return found
 
     @property
@@ -258,11 +263,6 @@ def heads_at_rest(store: Store, folder: Folder) -> dict[str, PartHead]:
     return Stores({HOME.store: store}).run(HOME.heads(folder, names))
 
 
-def missing_ranks(store: Store, folder: Folder, world: int) -> list[int]:
-    """The ranks without a part at rest."""
-    return lacking(heads_at_rest(store, folder), world)
-
-
 def lacking(heads: Mapping[str, PartHead], world: int) -> list[int]:
     """The ranks without a part among these."""
     there = {rank.rank for head in heads.values() for rank in head.ranks}
@@ -280,7 +280,13 @@ def committed(view: View, name: CommitName) -> Checkpoint:
     """The checkpoint of this name. NoSuchStepError if the view has none."""
     checkpoint = view.checkpoint(name.id)
     if checkpoint is None or checkpoint.step != name.step:
-        raise _not_committed(view.store, name)
+        raise NoSuchStepError(
+            f"step {name.step} of attempt {name.attempt} (boundary {name.boundary}) is not committed in "
+            f"{view.store.url}, or retention has deleted it. No committed step was changed. `flashckpt ls "
+            "--all` lists the steps.",
+            step=name.step,
+            path=view.store.url,
+        )
     return checkpoint
 
 
@@ -353,23 +359,4 @@ def damaged(path: str, why: str, step: int) -> DamagedError:
         "Run `flashckpt verify` on the run to see which steps are whole.",
         step=step,
         path=path,
-    )
-
-
-def _not_committed(store: Store, name: CommitName) -> NoSuchStepError:
-    return NoSuchStepError(
-        f"step {name.step} of attempt {name.attempt} (boundary {name.boundary}) is not committed in "
-        f"{store.url}, or retention has deleted it. No committed step was changed. `flashckpt ls --all` "
-        "lists the steps.",
-        step=name.step,
-        path=store.url,
-    )
-
-
-def _no_rank(manifest: Manifest, rank: int) -> NoSuchStepError:
-    return NoSuchStepError(
-        f"step {manifest.step} was made by {manifest.world} ranks and has no rank {rank}. Nothing was "
-        "changed. Run with as many ranks as made it.",
-        step=manifest.step,
-        rank=rank,
     )

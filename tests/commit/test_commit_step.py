@@ -1,7 +1,6 @@
 """The order of writes: what is named before what, and what commits when."""
 
 import threading
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,8 +8,8 @@ import pytest
 from flashckpt import crashpoints
 from flashckpt.catalogue.changes import Committed
 from flashckpt.commit import commit_step
-from flashckpt.commit.commit_step import KEEP_ALL, Outcome, collect, is_overtaken
-from flashckpt.commit.steps import is_whole, missing_ranks, read_step
+from flashckpt.commit.commit_step import KEEP_ALL, Outcome, is_overtaken
+from flashckpt.commit.steps import heads_at_rest, is_whole, lacking, read_step
 from flashckpt.commit.view import View
 from flashckpt.errors import SupersededError
 from flashckpt.format.names import AttemptName, CommitName
@@ -45,7 +44,7 @@ def test_a_part_moved_to_another_snapshot_does_not_count(store: LocalStore, atte
     here, there = (folder_of(store, name_of(step, attempt).id) for step in (100, 200))
     assert store.create(f"{there.path}/{file.name}", store.read(f"{here.path}/{file.name}", 1 << 20))
     assert commit(store, 200, attempt).state is Committed.WAITING
-    assert missing_ranks(store, there, 1) == [0]
+    assert heads_at_rest(store, there) == {}
 
 
 @pytest.mark.parametrize("damage", ["gone", "longer"])
@@ -89,19 +88,6 @@ def test_a_process_that_may_not_commit_any_more_reports_nothing(
     assert bool(commits(store)) is (point == "version.created")
 
 
-def test_a_base_that_no_checkpoint_names_is_never_named(store: LocalStore, attempt: AttemptName) -> None:
-    """Its file may be deleted at any time."""
-    own = folder_of(store, name_of(50, attempt).id)
-    part = part_of(store, 100, attempt)
-    forged = replace(part.ranks[0], constants=runs.constants_of(store, own, 0)[1], base=own)
-    put(store, replace(part, ranks=(forged,)))
-    assert commit(store, 100, attempt).state is not Committed.YES
-    assert commits(store) == []
-    runs.commit(store, 200, attempt)
-    collect(store, View.of(store).catalogue)
-    assert commits(store) == [name_of(200, attempt)]
-
-
 class AtOnce(LocalStore):
     """Gives no head of a part before so many of them are asked for."""
 
@@ -130,7 +116,8 @@ def test_parts_must_cover_every_rank_once(store: LocalStore, attempt: AttemptNam
     publish(store, 100, attempt, ranks=(0,), world=4)
     publish(store, 100, attempt, ranks=(0, 2), world=4)
     assert commit(store, 100, attempt).state is Committed.WAITING
-    assert missing_ranks(store, folder_of(store, name_of(100, attempt).id), 4) == [1, 3]
+    heads = heads_at_rest(store, folder_of(store, name_of(100, attempt).id))
+    assert lacking(heads, 4) == [1, 3]
     publish(store, 100, attempt, ranks=(1,), world=4)
     assert commit(store, 100, attempt).state is Committed.WAITING
     assert commits(store) == []
