@@ -30,7 +30,7 @@ from flashckpt.catalogue.changes import Launch
 from flashckpt.commit import attempts, commit_step, lineage, steps
 from flashckpt.commit.attempts import local_owner
 from flashckpt.commit.commit_step import KEEP_ALL
-from flashckpt.commit.view import View, open_run
+from flashckpt.commit.view import HOME, View, open_run
 from flashckpt.errors import DamagedError
 from flashckpt.format.catalogue import Folder
 from flashckpt.format.checked_json import TAIL_BYTES, dump
@@ -135,7 +135,7 @@ class Simulation:
     def make(self) -> None:
         view, highest = attempts.settle(open_run(self.store, create=True))
         name, launch = attempts.next_attempt(highest), Launch(world=self.world, owner=local_owner())
-        attempts.begin(view, name, (), launch, after=view.catalogue.writer)
+        view.after(HOME.begin(view.catalogue, name, (), launch, after=view.catalogue.writer))
         for step in STEPS:
             self._make_step(step, name)
 

@@ -190,7 +190,7 @@ def begin_as(
     that has its history, if that is not this view's."""
     lineage = () if parent is None else ancestry(lead or seen.catalogue, parent)
     launch = Launch(world=world, owner=owner, parent_step=step)
-    return _attempts.begin(seen, name, lineage, launch, after=seen.catalogue.writer)
+    return seen.after(HOME.begin(seen.catalogue, name, lineage, launch, after=seen.catalogue.writer))
 
 
 def end(store: Store, attempt: AttemptName, how: Literal["closed", "dead"] = "closed") -> None:

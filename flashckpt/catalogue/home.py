@@ -212,7 +212,7 @@ class Home(Versions):
         launch: Launch,
         *,
         after: AttemptName,
-        is_here: bool,
+        is_here: bool = False,
     ) -> Steps[Catalogue]:
         """Begin an attempt whose ranks have loaded the first snapshot of `lineage`, which was chosen when
         `seen` was the newest version, or later. `after`: the writer that has no trainer any more, as this

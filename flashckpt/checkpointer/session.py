@@ -32,7 +32,7 @@ from flashckpt.commit.attempts import check_not_held, local_owner
 from flashckpt.commit.choice import Choice, Stored
 from flashckpt.commit.commit_step import ALWAYS_KEPT, retain
 from flashckpt.commit.tidying import tidy
-from flashckpt.commit.view import View, check_writable, open_run, writers_in
+from flashckpt.commit.view import HOME, View, check_writable, open_run, writers_in
 from flashckpt.errors import (
     FlashckptError,
     KeeperError,
@@ -220,14 +220,11 @@ class Session:
             parent_url="" if remote is None else remote.store.url,
         )
         try:
-            self.opened = attempts.begin(
-                View(choice.home, self.store),
-                self.attempt,
-                () if parent is None else ancestry(choice.lead, parent),
-                launch,
-                after=self.after,
-                is_here=start.tier == "local",
+            lineage = () if parent is None else ancestry(choice.lead, parent)
+            begun = HOME.begin(
+                choice.home, self.attempt, lineage, launch, after=self.after, is_here=start.tier == "local"
             )
+            self.opened = View(choice.home, self.store).after(begun)
         except OSError as error:
             live = f"already that of step {step}" if parent is not None else "as it was"
             raise RunError(

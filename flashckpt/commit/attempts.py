@@ -22,11 +22,10 @@ from contextlib import suppress
 from functools import partial
 from typing import Literal
 
-from flashckpt.catalogue.changes import Launch, end, highest_number, next_name
-from flashckpt.catalogue.requests import Stores
-from flashckpt.commit.view import HOME, View
+from flashckpt.catalogue.changes import end, highest_number, next_name
+from flashckpt.commit.view import HOME, View, ask
 from flashckpt.errors import DamagedError, FormatError, RunHeldError, SupersededError
-from flashckpt.format.catalogue import EMPTY, Lineage
+from flashckpt.format.catalogue import EMPTY
 from flashckpt.format.names import ALIVE, AttemptName, alive_path
 from flashckpt.format.owner import Alive, Owner
 from flashckpt.printable import escaped
@@ -63,28 +62,8 @@ def is_reserved(store: Store, name: AttemptName, *, exclusively: bool) -> bool:
 def settle(view: View) -> tuple[View, int]:
     """Commit the whole snapshots that the newest attempt left without a commit. Returns the newest view, and
     the highest number of an attempt that it knows or that has files there."""
-    catalogue, writers = Stores({HOME.store: view.store}).run(HOME.settle(view.catalogue))
+    catalogue, writers = ask(view.store, HOME.settle(view.catalogue))
     return View(catalogue, view.store), highest_number(catalogue, writers)
-
-
-def begin(
-    seen: View,
-    name: AttemptName,
-    lineage: Lineage,
-    launch: Launch,
-    *,
-    after: AttemptName,
-    is_here: bool = False,
-) -> View:
-    """Begin an attempt, whose ranks have all loaded the first snapshot of `lineage`. No older attempt can
-    change the run from here on. `seen`: the view that the snapshot was chosen from. `after`: the catalogue's
-    writer when `check_not_held` found no trainer of it. `is_here`: the snapshot was read from this store.
-
-    RunHeldError if another attempt has begun since, if a newer checkpoint was committed, or if the parent was
-    removed.
-    """
-    begun = HOME.begin(seen.catalogue, name, lineage, launch, after=after, is_here=is_here)
-    return View(Stores({HOME.store: seen.store}).run(begun), seen.store)
 
 
 # ---- the newest attempt
@@ -116,7 +95,7 @@ def mark_ended(store: Store, name: AttemptName, how: Literal["closed", "dead"]) 
     "closed" is written to the catalogue, too."""
     if how == "closed" and View.of(store).attempt == name:
         with suppress(SupersededError):
-            Stores({HOME.store: store}).run(HOME.update(partial(end, writer=name)))
+            ask(store, HOME.update(partial(end, writer=name)))
     before = alive(store, name)
     count = before.count if before is not None else 0
     store.replace(alive_path(name), Alive(count=count, phase=how).to_bytes())

@@ -14,9 +14,8 @@ from functools import partial
 from flashckpt import crashpoints
 from flashckpt.catalogue import changes
 from flashckpt.catalogue.changes import Committed, expired, hopeless, is_newer
-from flashckpt.catalogue.requests import Stores
 from flashckpt.commit.steps import check_alike, heads_at_rest
-from flashckpt.commit.view import HOME, View
+from flashckpt.commit.view import HOME, View, ask
 from flashckpt.errors import RunError, SupersededError
 from flashckpt.format.catalogue import EMPTY, Catalogue, Folder
 from flashckpt.format.manifest import File, Manifest, PartHead, part_name
@@ -104,10 +103,10 @@ def commit(
     of different steps or worlds.
     """
     store = view.store
-    stores, heads = Stores({HOME.store: store}), {} if known is None else known
+    heads = {} if known is None else known
     if is_of_many:
         _read_heads(store, folder, heads)
-    manifest = stores.run(HOME.gather(folder, heads))
+    manifest = ask(store, HOME.gather(folder, heads))
     if manifest is Committed.DIVERGED:
         check_alike(store, folder.path, heads_at_rest(store, folder))
         manifest = Committed.WAITING  # a part has changed meanwhile
@@ -115,12 +114,12 @@ def commit(
         return Outcome(manifest, view)
     guard()
     crashpoints.point("manifest.checked")
-    checkpoint = stores.run(HOME.publish(view.catalogue, manifest))
+    checkpoint = ask(store, HOME.publish(view.catalogue, manifest))
     crashpoints.point("manifest.written")
-    after = stores.run(HOME.commit(view.catalogue, folder.writer, checkpoint, kept(keep), in_use))
+    found = view.after(HOME.commit(view.catalogue, folder.writer, checkpoint, kept(keep), in_use))
     crashpoints.point("version.created")
     guard()
-    found = View(after, store)
+    after = found.catalogue
     if not after.has(checkpoint.id):
         return Outcome(hopeless(after, checkpoint) or Committed.OVERTAKEN, found)
     dropped = tuple(sorted(set(view.checkpoints).difference(found.checkpoints)))
@@ -136,7 +135,7 @@ def _read_heads(store: Store, folder: Folder, heads: dict[str, PartHead]) -> Non
 
     def read(name: str) -> None:
         with suppress(OSError):
-            Stores({HOME.store: store}).run(HOME.heads(folder, {name: names[name]}, heads))
+            ask(store, HOME.heads(folder, {name: names[name]}, heads))
 
     for _ in results("heads", (partial(read, name) for name in names.keys() - heads.keys()), _AT_ONCE):
         pass
@@ -144,10 +143,9 @@ def _read_heads(store: Store, folder: Folder, heads: dict[str, PartHead]) -> Non
 
 def found_run(store: Store, folder: Folder, run_id: str) -> View:
     """Make a run of one snapshot, whose parts are all there. UnusableRunError if there is a run."""
-    stores = Stores({HOME.store: store})
-    manifest = stores.run(HOME.gather(folder))
+    manifest = ask(store, HOME.gather(folder))
     assert isinstance(manifest, Manifest), manifest
-    return View(stores.run(HOME.found(manifest, run_id)), store)
+    return View(ask(store, HOME.found(manifest, run_id)), store)
 
 
 def kept(keep: Keep) -> Keep:
@@ -159,15 +157,14 @@ def retain(
     view: View, keep: Keep, in_use: frozenset[SnapshotId] = frozenset()
 ) -> tuple[View, tuple[CommitName, ...]]:
     """Drop the checkpoints that retention does not keep. Returns the newest view, and those that are gone."""
-    after = Stores({HOME.store: view.store}).run(HOME.retain(view.catalogue, kept(keep), in_use))
-    found = View(after, view.store)
+    found = view.after(HOME.retain(view.catalogue, kept(keep), in_use))
     return found, tuple(sorted(set(view.checkpoints).difference(found.checkpoints)))
 
 
 def retained(view: View, keep: Keep) -> View:
     """The view that `retain` would return now. Changes nothing."""
     rule = kept(keep)
-    whole = Stores({HOME.store: view.store}).run(HOME.whole(view.catalogue, rule.last))
+    whole = ask(view.store, HOME.whole(view.catalogue, rule.last))
     return View(changes.retain(view.catalogue, keep=rule, whole=whole), view.store)
 
 
@@ -175,11 +172,10 @@ def collect(store: Store, catalogue: Catalogue, before: Catalogue = EMPTY, *, tr
     """Delete what no version of this run can name any more, by one that was the newest just now; and, if
     `trims`, old versions. `before`: as of `Home.collect`. Any process may do it at any time. OSError or
     DamagedError, after the rest was deleted."""
-    stores = Stores({HOME.store: store})
     crashpoints.point("prune.begun")
     try:
-        stores.run(HOME.collect(catalogue, before))
+        ask(store, HOME.collect(catalogue, before))
         crashpoints.point("prune.done")
     finally:
         if trims:
-            stores.run(HOME.trim(catalogue))
+            ask(store, HOME.trim(catalogue))

@@ -15,10 +15,9 @@ from functools import partial
 from typing import TypeVar
 
 from flashckpt.catalogue.changes import quarantine as quarantined
-from flashckpt.catalogue.requests import Stores
 from flashckpt.commit.choice import Choice, Place, RankOffers, Stored, choose
 from flashckpt.commit.steps import StepRecord, is_whole, read_step, whole_or_why
-from flashckpt.commit.view import HOME, View, open_run
+from flashckpt.commit.view import HOME, View, ask, open_run
 from flashckpt.errors import FlashckptError, NoSuchStepError
 from flashckpt.format.manifest import Manifest
 from flashckpt.format.names import AttemptName, CommitName, SnapshotId
@@ -42,7 +41,7 @@ def quarantine(store: Store, name: CommitName, host: str, reason: str) -> None:
     view = View.of(store)
     if (checkpoint := view.checkpoint(name.id)) is not None:
         change = partial(quarantined, checkpoint=checkpoint, why=f"{host}{_HOST_ENDS}{reason}")
-        Stores({HOME.store: store}).run(HOME.update(change, view.catalogue))
+        ask(store, HOME.update(change, view.catalogue))
 
 
 def damage(view: View, id: SnapshotId) -> tuple[str, str] | None:
@@ -215,4 +214,4 @@ def branch(
     """
     name = resolve(store, step, at).name
     check()
-    return Stores({HOME.store: store}).run(HOME.branch(secrets.token_hex(4), name.id)).attempt
+    return ask(store, HOME.branch(secrets.token_hex(4), name.id)).attempt

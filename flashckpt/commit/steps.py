@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
 from flashckpt._native import xxh3_128
-from flashckpt.catalogue.requests import Stores
-from flashckpt.commit.view import HOME, View
+from flashckpt.commit.view import HOME, View, ask
 from flashckpt.errors import DamagedError, DivergedError, NoSuchStepError
 from flashckpt.format.catalogue import Checkpoint, Folder
 from flashckpt.format.checked_json import checked
@@ -242,7 +241,7 @@ class StepRecord:
 
 def missing_of(store: Store, manifest: Manifest) -> list[str]:
     """The files of a manifest that are not in their folders with their lengths."""
-    return Stores({HOME.store: store}).run(HOME.missing(manifest))
+    return ask(store, HOME.missing(manifest))
 
 
 def is_whole(view: View, name: CommitName) -> bool:
@@ -253,14 +252,14 @@ def is_whole(view: View, name: CommitName) -> bool:
 
 def whole_or_why(store: Store, checkpoint: Checkpoint) -> Manifest | str:
     """The manifest of a checkpoint whose files are all there, or why it is not whole."""
-    return Stores({HOME.store: store}).run(HOME.whole_or_why(checkpoint))
+    return ask(store, HOME.whole_or_why(checkpoint))
 
 
 def heads_at_rest(store: Store, folder: Folder) -> dict[str, PartHead]:
     """The heads of the parts in a folder, committed or not, by name; without those that cannot be read or
     are of another snapshot."""
     names = {each.name: each.num_bytes for each in store.list(folder.path) if not each.is_folder}
-    return Stores({HOME.store: store}).run(HOME.heads(folder, names))
+    return ask(store, HOME.heads(folder, names))
 
 
 def lacking(heads: Mapping[str, PartHead], world: int) -> list[int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from flashckpt.catalogue.changes import (
     bases,
@@ -18,7 +19,7 @@ from flashckpt.catalogue.changes import (
     visible,
 )
 from flashckpt.catalogue.home import Home
-from flashckpt.catalogue.requests import Stores
+from flashckpt.catalogue.requests import Steps, Stores
 from flashckpt.errors import NoSuchStepError, UnusableRunError
 from flashckpt.format.catalogue import (
     CATALOGUE,
@@ -33,6 +34,12 @@ from flashckpt.format.names import DATA, AttemptName, CommitName, SnapshotId
 from flashckpt.store.base import Store, read_only
 
 HOME = Home()
+_Result = TypeVar("_Result")
+
+
+def ask(store: Store, steps: Steps[_Result]) -> _Result:
+    """Carry out a process of flashckpt/catalogue/ in the store of a run."""
+    return Stores({HOME.store: store}).run(steps)
 
 
 @dataclass(frozen=True)
@@ -46,7 +53,11 @@ class View:
     def of(cls, store: Store, known: Catalogue = EMPTY) -> View:
         """Read the newest version; EMPTY if the store has none. `known`: a version that the caller has, which
         is not read again. RunError if another run, or an older catalogue, has replaced it; DamagedError."""
-        return cls(Stores({HOME.store: store}).run(HOME.newest(known)), store)
+        return cls(ask(store, HOME.newest(known)), store)
+
+    def after(self, steps: Steps[Catalogue]) -> View:
+        """The view that a process of flashckpt/catalogue/ makes of this one."""
+        return View(ask(self.store, steps), self.store)
 
     @property
     def run_id(self) -> str:
@@ -121,7 +132,7 @@ def open_run(store: Store, create: bool, run_id: str = "", known: Catalogue = EM
     if create:
         check_place(store)
         try:
-            made = Stores({HOME.store: store}).run(HOME.make(run_id or secrets.token_hex(8), known))
+            made = ask(store, HOME.make(run_id or secrets.token_hex(8), known))
         except UnusableRunError as error:
             raise UnusableRunError(f"{store.url}: {error}", path=store.url) from error
         return View(made, store)
@@ -162,7 +173,7 @@ def check_place(store: Store) -> None:
 
 def writers_in(store: Store) -> frozenset[AttemptName]:
     """The attempts that have a folder in data/."""
-    return Stores({HOME.store: store}).run(HOME.writers())
+    return ask(store, HOME.writers())
 
 
 def folders_in(store: Store) -> Iterator[Folder]:

@@ -11,7 +11,7 @@ from flashckpt.catalogue.changes import Launch, ancestry
 from flashckpt.commit import attempts, commit_step
 from flashckpt.commit.commit_step import KEEP_ALL, Outcome
 from flashckpt.commit.steps import read_step, whole_or_why
-from flashckpt.commit.view import View, open_run
+from flashckpt.commit.view import HOME, View, open_run
 from flashckpt.format.catalogue import Folder
 from flashckpt.format.checked_json import TAIL_BYTES
 from flashckpt.format.layout import PAGE, Layout, Leaf
@@ -162,7 +162,7 @@ def attempt_at(store: Store, parent: CommitName | None = None, *, world: int = 1
     name = attempts.next_attempt(highest)
     lineage = () if parent is None else ancestry(view.catalogue, parent.id)
     launch = Launch(world=world, owner=HOLDER, parent_step=0 if parent is None else parent.step)
-    attempts.begin(view, name, lineage, launch, after=view.catalogue.writer)
+    view.after(HOME.begin(view.catalogue, name, lineage, launch, after=view.catalogue.writer))
     attempts.reserve(store, name)
     return name
 

@@ -12,7 +12,7 @@ from flashckpt.catalogue.changes import Launch
 from flashckpt.commit import attempts
 from flashckpt.commit.attempts import beat, mark_ended
 from flashckpt.commit.tidying import remove_ledgers, temporary_files, tidy
-from flashckpt.commit.view import View, has_run
+from flashckpt.commit.view import HOME, View, has_run
 from flashckpt.errors import RunHeldError, SupersededError, UnusableRunError
 from flashckpt.format.catalogue import CATALOGUE, NO_ATTEMPT
 from flashckpt.format.names import ALIVE, MAX_ATTEMPT, AttemptName, SnapshotId, alive_path
@@ -23,11 +23,11 @@ from tests.commit.runs import attempt_at, commit, name_of
 
 def test_of_two_starts_one_begins(store: LocalStore) -> None:
     first, one, two = View.of(store), run_view.next_name(store), run_view.next_name(store)
-    attempts.begin(first, one, (), Launch(), after=NO_ATTEMPT)
+    first.after(HOME.begin(first.catalogue, one, (), Launch(), after=NO_ATTEMPT))
     # A start that looked for its checkpoint after the other one had begun must not take its place, either.
     for seen, name in itertools.product((first, View.of(store)), (two, AttemptName(9, "0" * 8))):
         with pytest.raises(RunHeldError, match=f"{one} has started meanwhile"):
-            attempts.begin(seen, name, (), Launch(), after=NO_ATTEMPT)
+            seen.after(HOME.begin(seen.catalogue, name, (), Launch(), after=NO_ATTEMPT))
     assert View.of(store).attempt == one
     for name in (one, AttemptName(9, "0" * 8)):
         attempts.check_newest(View.of(store), name)
@@ -43,7 +43,8 @@ def test_a_start_does_not_begin_behind_what_came_or_went_while_it_read(store: Lo
 
     def begin(seen: View, parent: SnapshotId) -> View:
         name = run_view.next_name(store)
-        return attempts.begin(seen, name, (parent,), Launch(), after=first, is_here=True)
+        begun = HOME.begin(seen.catalogue, name, (parent,), Launch(), after=first, is_here=True)
+        return seen.after(begun)
 
     with pytest.raises(RunHeldError, match=f"Step 20 was committed by attempt {first}"):
         begin(seen, ids[0])
