@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Any
 
 from flashckpt.errors import NoSuchStepError, SupersededError, UnusableRunError
 from flashckpt.format.catalogue import (
@@ -289,15 +290,9 @@ def begin(catalogue: Catalogue, *, new: NewWriter, lineage: Lineage, launch: Lau
         return catalogue
     is_again = not catalogue.ended and catalogue.committed is None
     is_again = is_again and lineage[:1] == lineage_of(catalogue, catalogue.attempt)[:1]
-    begun = replace(
-        catalogue,
-        failed_starts=catalogue.failed_starts + 1 if is_again else 0,
-        world=launch.world,
-        owner=launch.owner,
-        parent_step=launch.parent_step,
-        parent_url=launch.parent_url,
-    )
-    return _take(begun, new, new.name, {new.name: lineage})
+    failed = catalogue.failed_starts + 1 if is_again else 0
+    lineages = {new.name: lineage}
+    return _take(catalogue, new, new.name, lineages, ended=False, failed_starts=failed, **vars(launch))
 
 
 def branch(catalogue: Catalogue, *, new: NewWriter, parent: SnapshotId) -> Catalogue:
@@ -307,8 +302,7 @@ def branch(catalogue: Catalogue, *, new: NewWriter, parent: SnapshotId) -> Catal
     if not catalogue.has(parent):
         raise NoSuchStepError(f"There is no checkpoint {parent}. Nothing was changed.")
     step = next(each.step for each in catalogue.checkpoints if each.id == parent)
-    branched = replace(catalogue, failed_starts=0, owner=None, parent_step=step, parent_url="")
-    return replace(_take(branched, new, new.name, {new.name: ancestry(catalogue, parent)}), ended=True)
+    return _take(catalogue, new, new.name, {new.name: ancestry(catalogue, parent)}, parent_step=step)
 
 
 def follow(behind: Catalogue, *, new: NewWriter, lead: Catalogue) -> Catalogue:
@@ -324,21 +318,14 @@ def follow(behind: Catalogue, *, new: NewWriter, lead: Catalogue) -> Catalogue:
             f"The mirror follows attempt {behind.attempt}, and attempt {lead.attempt} is behind it. Nothing "
             "was copied. Another job trains this run from the mirror: end this one."
         )
-    taken = _take(
-        replace(
-            behind,
-            run_id=lead.run_id,
-            failed_starts=lead.failed_starts,
-            world=lead.world,
-            owner=None,
-            parent_step=lead.parent_step,
-            parent_url="",
-        ),
+    return _take(
+        replace(behind, run_id=lead.run_id, world=lead.world, parent_step=lead.parent_step),
         new,
         lead.attempt,
         dict(lead.lineages),
+        failed_starts=lead.failed_starts,
+        ended=lead.ended,
     )
-    return replace(taken, ended=lead.ended)
 
 
 def rebuild(
@@ -363,8 +350,7 @@ def rebuild(
     )
     left = {each.id for each in catalogue.checkpoints} - {each.id for each in visible(catalogue)}
     parent = next((each.id for each in reversed(found) if each.id not in left), found[-1].id)
-    taken = _take(base, new, new.name, {**lineages, new.name: ancestry(base, parent)})
-    return replace(taken, ended=True, failed_starts=0, owner=None, parent_url="")
+    return _take(base, new, new.name, {**lineages, new.name: ancestry(base, parent)})
 
 
 def _is_bound(catalogue: Catalogue, new: NewWriter, is_rebuilt: bool = False) -> bool:
@@ -385,9 +371,15 @@ def files_without_catalogue() -> UnusableRunError:
 
 
 def _take(
-    catalogue: Catalogue, new: NewWriter, attempt: AttemptName, lineages: Mapping[AttemptName, Lineage]
+    catalogue: Catalogue,
+    new: NewWriter,
+    attempt: AttemptName,
+    lineages: Mapping[AttemptName, Lineage],
+    **start: Any,
 ) -> Catalogue:
-    """Make a new writer, which alone may commit from now on."""
+    """Make a new writer, which alone may commit from now on. `start`: that of its attempt, if a trainer began
+    it."""
+    none: dict[str, Any] = {"ended": True, "failed_starts": 0, "owner": None, "parent_url": ""}
     return _next(
         replace(
             catalogue,
@@ -395,8 +387,8 @@ def _take(
             attempt=attempt,
             lineages=tuple({**dict(catalogue.lineages), **lineages}.items()),
             committed=None,
-            ended=False,
             foreign=catalogue.foreign | new.foreign,
+            **none | start,
         )
     )
 
