@@ -21,6 +21,7 @@ from flashckpt.commit.view import HOME, View, ask, open_run
 from flashckpt.errors import FlashckptError, NoSuchStepError
 from flashckpt.format.manifest import Manifest
 from flashckpt.format.names import AttemptName, CommitName, SnapshotId
+from flashckpt.printable import listed
 from flashckpt.store.base import Store
 
 _SHOWN = 20
@@ -182,18 +183,14 @@ def _no_step(store: Store, what: str, step: int | None = None) -> NoSuchStepErro
     view = View.of(store)
     newest = sorted({each.step for each in view.visible()}, reverse=True)
     hidden = [each for each in view.checkpoints[::-1] if each.step not in newest]
-    there = ", ".join(map(str, newest[:_SHOWN])) or "none"
-    more = f" (and {len(newest) - _SHOWN} older)" if len(newest) > _SHOWN else ""
-    others = f" Not visible: {_listed(hidden)}; `flashckpt branch` gets them back." if hidden else ""
+    there = listed([*map(str, newest)], _SHOWN) or "none"
+    others = listed([f"{each.step}@{each.attempt}" for each in hidden], _SHOWN)
+    others = others and f" Not visible: {others}; `flashckpt branch` gets them back."
     return NoSuchStepError(
-        f"{store.url} has {what}. Nothing was changed. Visible steps: {there}{more}.{others}",
+        f"{store.url} has {what}. Nothing was changed. Visible steps: {there}.{others}",
         step=step,
         path=store.url,
     )
-
-
-def _listed(names: Collection[CommitName]) -> str:
-    return ", ".join(f"{each.step}@{each.attempt}" for each in list(names)[:_SHOWN])
 
 
 # ---- going back

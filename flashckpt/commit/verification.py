@@ -20,6 +20,7 @@ from flashckpt.commit.view import View, open_run
 from flashckpt.errors import DamagedError, FlashckptError, NoSuchStepError
 from flashckpt.format.names import AttemptName, CommitName, SnapshotId
 from flashckpt.format.records import Contents
+from flashckpt.printable import listed
 from flashckpt.store.base import LengthError, Store
 from flashckpt.store.read_plan import read_shard
 from flashckpt.threads import watched
@@ -33,7 +34,6 @@ _Claimed = tuple[str, int, bytes, tuple[int, ...]]
 """A file, with the length, checksums and digests in a step's record."""
 
 _Read = Callable[[str, Contents], tuple[FileStatus, str]]
-_SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,18 +201,9 @@ def verify_file(
         return "unreadable", str(error)
     wrong = found.wrong_leaves(contents)
     if found.bad_chunks or wrong:
-        return "damaged", _words(found.bad_chunks, wrong)
+        chunks = f"chunk {listed([*map(str, found.bad_chunks)])} does not have its checksum"
+        leaves = f"not the bytes that were captured: {listed(wrong)}"
+        return "damaged", "; ".join([chunks] * bool(found.bad_chunks) + [leaves] * bool(wrong))
     if found.header != contents.layout().header:
         return "damaged", "its header is not the one that its part describes"
     return "ok", ""
-
-
-def _words(bad_chunks: list[int], leaves: list[str]) -> str:
-    words = []
-    if bad_chunks:
-        chunks = ", ".join(map(str, bad_chunks[:_SHOWN])) + (" …" if len(bad_chunks) > _SHOWN else "")
-        words.append(f"chunk {chunks} does not have its checksum")
-    if leaves:
-        names = ", ".join(leaves[:_SHOWN]) + (" …" if len(leaves) > _SHOWN else "")
-        words.append(f"not the bytes that were captured: {names}")
-    return "; ".join(words)
