@@ -450,20 +450,14 @@ def adopt(catalogue: Catalogue, found: tuple[Checkpoint, ...]) -> Catalogue:
     return catalogue if adopted is catalogue else _next(adopted)
 
 
-def quarantine(catalogue: Catalogue, *, checkpoint: Checkpoint, why: str) -> Catalogue:
-    """Record that a checkpoint failed two verifications. Any process may do it."""
-    if checkpoint not in catalogue.checkpoints or checkpoint.id in catalogue.damaged_ids:
+def quarantine(catalogue: Catalogue, *, checkpoint: Checkpoint, why: str = "") -> Catalogue:
+    """Record that a checkpoint failed two verifications; without `why`, that it is whole again: every byte of
+    it was compared. Any process may do it."""
+    if checkpoint not in catalogue.checkpoints or (checkpoint.id in catalogue.damaged_ids) is bool(why):
         return catalogue  # it was removed meanwhile, and perhaps written again
-    return _next(replace(catalogue, damaged=(*catalogue.damaged, (checkpoint.id, escaped(why)[:1000]))))
-
-
-def clear(catalogue: Catalogue, *, checkpoint: Checkpoint) -> Catalogue:
-    """Record that a damaged checkpoint is whole again: every byte of it was compared. Any process may do
-    it."""
-    if checkpoint not in catalogue.checkpoints or checkpoint.id not in catalogue.damaged_ids:
-        return catalogue
-    damaged = tuple(each for each in catalogue.damaged if each[0] != checkpoint.id)
-    return _next(replace(catalogue, damaged=damaged))
+    damaged = [each for each in catalogue.damaged if each[0] != checkpoint.id]
+    damaged += [(checkpoint.id, escaped(why)[:1000])] if why else []
+    return _next(replace(catalogue, damaged=tuple(damaged)))
 
 
 def end(catalogue: Catalogue, *, writer: AttemptName) -> Catalogue:

@@ -239,11 +239,6 @@ class StepRecord:
         return [FileLeaf(*files[file], leaf, digest) for file, leaf, digest in self.rank(rank).counted()]
 
 
-def missing_of(store: Store, manifest: Manifest) -> list[str]:
-    """The files of a manifest that are not in their folders with their lengths."""
-    return ask(store, HOME.missing(manifest))
-
-
 def is_whole(view: View, name: CommitName) -> bool:
     """Whether a view has this checkpoint, its manifest is readable, and every file is there."""
     checkpoint = view.checkpoint(name.id)

@@ -15,8 +15,8 @@ from typing import Literal
 
 from flashckpt import _native
 from flashckpt.commit.lineage import named, resolve, until_stable
-from flashckpt.commit.steps import StepRecord, committed, missing_of, read_step
-from flashckpt.commit.view import View, open_run
+from flashckpt.commit.steps import StepRecord, committed, read_step
+from flashckpt.commit.view import HOME, View, ask, open_run
 from flashckpt.errors import DamagedError, FlashckptError, NoSuchStepError
 from flashckpt.format.names import AttemptName, CommitName, SnapshotId
 from flashckpt.format.records import Contents
@@ -146,7 +146,7 @@ def _shards(record: StepRecord, known: dict[_Claimed, Row], read: _Read) -> Iter
     # A compressed file with the right bytes may have another length: then no start takes the step.
     misfits = set[str]()
     with suppress(DamagedError, OSError):  # reading the files says more
-        misfits |= set(missing_of(record.store, record.manifest))
+        misfits |= set(ask(record.store, HOME.missing(record.manifest)))
     for rank in record.parts.ranks:
         try:
             files = record.files(rank)

@@ -9,7 +9,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from flashckpt.catalogue.changes import Spared, clear, spared, visible
+from flashckpt.catalogue import changes
+from flashckpt.catalogue.changes import Spared, spared, visible
 from flashckpt.catalogue.requests import Stores
 from flashckpt.commit import lineage
 from flashckpt.commit.attempts import settle
@@ -108,7 +109,7 @@ def quarantine(store: Store, examined: Examined, ledger: Ledger) -> None:
         view = View.of(store)
         for each in view.catalogue.checkpoints:
             if each.id in view.damaged and name_of(each) in examined.whole:
-                change = partial(clear, checkpoint=each)
+                change = partial(changes.quarantine, checkpoint=each)
                 Stores({HOME.store: store}).run(HOME.update(change, view.catalogue))
     for index, found in enumerate(examined.findings):
         if found.outcome is not Fate.QUARANTINED or found.step is None or found.id is None:

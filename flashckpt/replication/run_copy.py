@@ -21,7 +21,7 @@ from enum import Enum
 from functools import partial
 
 from flashckpt import _native, crashpoints
-from flashckpt.catalogue.changes import ancestry, clear
+from flashckpt.catalogue.changes import ancestry, quarantine
 from flashckpt.catalogue.home import Home, checkpoint_of
 from flashckpt.catalogue.mirror import copy_checkpoint
 from flashckpt.catalogue.requests import Copy, Stores
@@ -33,13 +33,12 @@ from flashckpt.commit.steps import (
     committed,
     damaged,
     is_whole,
-    missing_of,
     read_checkpoint,
     step_of,
     whole_or_why,
 )
 from flashckpt.commit.verification import verify_file
-from flashckpt.commit.view import HOME, View, open_run
+from flashckpt.commit.view import HOME, View, ask, open_run
 from flashckpt.errors import DamagedError, NoSuchStepError, RunError
 from flashckpt.format.catalogue import Checkpoint
 from flashckpt.format.layout import PAGE
@@ -208,7 +207,7 @@ class StepCopier:
         files = _Files(record)
         made = self._as_there(manifest, files, there, target)
         places, lengths = made.places(), made.paths()
-        missing = set(missing_of(self._target, made))
+        missing = set(ask(self._target, HOME.missing(made)))
         # First: it is made anew from the lengths of compressed files that are there.
         changed = self._mend_small(target.manifest_path, made.to_bytes())
         for place, row in enumerate(made.parts):
@@ -235,7 +234,7 @@ class StepCopier:
                     path=there_path,
                 )
             changed = True
-        Stores({HOME.store: self._target}).run(HOME.update(partial(clear, checkpoint=target)))
+        ask(self._target, HOME.update(partial(quarantine, checkpoint=target)))
         return Outcome.REPAIRED if changed else Outcome.THERE
 
     def _as_there(self, manifest: Manifest, files: _Files, there: View, target: Checkpoint) -> Manifest:

@@ -28,8 +28,8 @@ from flashckpt.commit import lineage
 from flashckpt.commit.choice import Candidate as Agreed
 from flashckpt.commit.choice import Choice, Offer, Place, RankOffers, Stored
 from flashckpt.commit.lineage import next_start
-from flashckpt.commit.steps import StepRecord, missing_of, read_checkpoint, step_of
-from flashckpt.commit.view import View
+from flashckpt.commit.steps import StepRecord, read_checkpoint, step_of
+from flashckpt.commit.view import HOME, View, ask
 from flashckpt.errors import DamagedError, OutOfSpaceError, RunError, UnusableRunError
 from flashckpt.format.catalogue import Checkpoint
 from flashckpt.format.names import CommitName
@@ -343,7 +343,7 @@ class StepChoice:
         manifest = self.choice.manifests.get(candidate.place) if is_first else None
         is_due = self._rank == 0 and manifest is None
         manifest = manifest or read_checkpoint(store, candidate.checkpoint)
-        if is_due and (missing := missing_of(store, manifest)):
+        if is_due and (missing := ask(store, HOME.missing(manifest))):
             names = ", ".join(missing[:_SHOWN])
             raise MissingShardError(
                 f"{names}: missing, or of another length than was written", step=candidate.step

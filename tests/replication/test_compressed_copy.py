@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import zstandard
 
-from flashckpt.commit.steps import is_whole, missing_of, read_step
+from flashckpt.commit.steps import is_whole, read_step
 from flashckpt.commit.verification import verify
-from flashckpt.commit.view import View
+from flashckpt.commit.view import HOME, View, ask
 from flashckpt.errors import RunError
 from flashckpt.format.names import CommitName
 from flashckpt.recovery.recover import recover
@@ -49,7 +49,7 @@ def copied(source: Store, target: Store) -> None:
 
 
 def missing(store: Store, name: CommitName) -> list[str]:
-    return missing_of(store, read_step(store, name).manifest)
+    return ask(store, HOME.missing(read_step(store, name).manifest))
 
 
 def compressed(folder: Path) -> list[str]:
