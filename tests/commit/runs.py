@@ -7,11 +7,10 @@ from collections.abc import Mapping
 import numpy as np
 
 from flashckpt import _native
-from flashckpt.catalogue.changes import Launch, ancestry
-from flashckpt.commit import attempts, commit_step
+from flashckpt.commit import commit_step
 from flashckpt.commit.commit_step import KEEP_ALL, Outcome
 from flashckpt.commit.steps import read_step, whole_or_why
-from flashckpt.commit.view import HOME, View, open_run
+from flashckpt.commit.view import View, open_run
 from flashckpt.format.catalogue import Folder
 from flashckpt.format.checked_json import TAIL_BYTES
 from flashckpt.format.layout import PAGE, Layout, Leaf
@@ -22,6 +21,7 @@ from flashckpt.format.records import CHUNK_BYTES, Contents, Part, RankRecord
 from flashckpt.options import Keep
 from flashckpt.store.base import MemoryRange, Store
 from flashckpt.store.local import LocalStore, System
+from tests import run_view
 
 HOLDER = Owner(boot_id="b", runtime="/r", runtime_id="1:2", lock="trainer-1", host="here", pid=1)
 
@@ -158,13 +158,8 @@ def new_run(path: object, system: System | None = None) -> LocalStore:
 
 def attempt_at(store: Store, parent: CommitName | None = None, *, world: int = 1) -> AttemptName:
     """Begin an attempt that resumes from `parent`."""
-    view, highest = attempts.settle(View.of(store))
-    name = attempts.next_attempt(highest)
-    lineage = () if parent is None else ancestry(view.catalogue, parent.id)
-    launch = Launch(world=world, owner=HOLDER, parent_step=0 if parent is None else parent.step)
-    view.after(HOME.begin(view.catalogue, name, lineage, launch, after=view.catalogue.writer))
-    attempts.reserve(store, name)
-    return name
+    id, step = (None, 0) if parent is None else (parent.id, parent.step)
+    return run_view.begin(store, id, step, world=world, owner=HOLDER)
 
 
 def newest_of(store: Store, step: int) -> CommitName:
@@ -196,8 +191,6 @@ def half_steps(store: Store) -> list[str]:
     faults, view = [], View.of(store)
     for each in view.catalogue.checkpoints:
         why = whole_or_why(store, each)
-        if isinstance(why, str) and View.of(store).has(
-            CommitName(each.step, each.id.attempt, each.id.boundary)
-        ):
+        if isinstance(why, str) and each in View.of(store).catalogue.checkpoints:
             faults.append(why)
     return faults
