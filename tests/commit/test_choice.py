@@ -99,15 +99,6 @@ def test_what_is_marked_as_damaged_is_tried_as_any_other() -> None:
     assert boundaries(choose([row(0)], ours)) == [6, 5]
 
 
-def test_a_branch_of_the_home_is_not_overruled() -> None:
-    """The newest attempt in the mirror is one of this home that committed nothing: after the branch, the home
-    has forgotten it."""
-    ours = home(*committed(1, 2), attempt=C, lineage=(id_of(1),))
-    choice = choose([row(0)], ours, mirror(*committed(1, 2), attempt=B, lineage=(id_of(2),)))
-    assert choice.lead is ours.catalogue
-    assert boundaries(choice) == [1, 1]
-
-
 AT_5: dict[str, Any] = {"attempt": B, "lineage": (id_of(5),)}
 READ_THERE: dict[str, Any] = {**AT_5, "parent_url": THERE}
 BROKEN = home(*committed(3), broken={id_of(3): "shard-00000 is missing"})
@@ -143,14 +134,9 @@ def test_no_start_guesses(offers: list[Offer], ours: Stored, theirs: Stored | No
     assert choice.candidates == ()
 
 
-def test_what_is_here_is_taken_although_a_mirror_is_away_or_not_named() -> None:
-    assert boundaries(choose([row(0)], home(*committed(5), **AT_5), AWAY)) == [5]
-    assert boundaries(choose([row(0)], home(*committed(3), **READ_THERE), mirror(*committed(3)))) == [3, 3]
-    assert boundaries(choose([row(0)], home(*committed(3), **AT_5))) == [3], "memory had it, and is lost"
-    newer = home(*committed(1, attempt=B), **READ_THERE)
-    assert boundaries(choose([row(0)], newer)) == [1]
+def test_a_command_reads_what_is_here_and_a_start_also_what_only_memory_has() -> None:
     command = choose([row(0)], home(*committed(3), **READ_THERE), is_start=False)
-    assert boundaries(command) == [3], "a command reads what is there"
+    assert boundaries(command) == [3]
     assert boundaries(choose([row(0, offer(3))], BROKEN)) == [3]
 
 
