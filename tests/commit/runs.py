@@ -146,8 +146,12 @@ def publish(store: Store, step: int, attempt: AttemptName, **how: object) -> Par
 
 def commit(store: Store, step: int, attempt: AttemptName, *, keep: Keep = KEEP_ALL, **how: object) -> Outcome:
     """Shard, part and commit of a step; with one part, so of one rank unless `ranks` and `world` say more."""
-    part = publish(store, step, attempt, **how)
-    return commit_step.commit(View.of(store), folder_of(store, part.id), keep)
+    return commit_published(store, publish(store, step, attempt, **how).id, keep)
+
+
+def commit_published(store: Store, id: SnapshotId, keep: Keep = KEEP_ALL) -> Outcome:
+    """Commit a snapshot whose parts are published."""
+    return commit_step.commit(View.of(store), folder_of(store, id), keep)
 
 
 def new_run(path: object, system: System | None = None) -> LocalStore:

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from flashckpt.commit import steps
-from flashckpt.commit.commit_step import KEEP_ALL, Outcome, commit
 from flashckpt.commit.lineage import resolve
 from flashckpt.commit.steps import read_checkpoint, read_step, step_of
 from flashckpt.commit.verification import verify
@@ -17,7 +16,7 @@ from flashckpt.errors import DamagedError, NoSuchStepError
 from flashckpt.format.names import AttemptName
 from flashckpt.format.records import Part
 from flashckpt.store.local import LocalStore
-from tests.commit.runs import attempt_at, folder_of, name_of, new_run, part_of, publish
+from tests.commit.runs import attempt_at, commit_published, folder_of, name_of, new_run, part_of, publish
 from tests.folders import flip
 
 # Two nodes in the order of ranks, two that are not; a part is named by the lowest of its ranks.
@@ -51,13 +50,9 @@ def attempt(store: Watched) -> AttemptName:
     name = attempt_at(store)
     for ranks in NODES:
         publish(store, 100, name, ranks=ranks, world=WORLD, constants=True)
-    assert committed(store, name)
+    assert commit_published(store, name_of(100, name).id)
     store.read_parts.clear()
     return name
-
-
-def committed(store: Watched, attempt: AttemptName) -> Outcome:
-    return commit(View.of(store), folder_of(store, name_of(100, attempt).id), KEEP_ALL)
 
 
 def place(store: Watched, attempt: AttemptName, name: str) -> Path:
@@ -138,7 +133,7 @@ def test_damage_in_the_midst_of_a_large_part_is_found_when_it_is_read(store: Wat
     for ranks in NODES:
         publish(store, 100, attempt, ranks=ranks, world=WORLD)
     flip(place(store, attempt, "node-00002"), -200)
-    assert committed(store, attempt)
+    assert commit_published(store, name_of(100, attempt).id)
     with pytest.raises(DamagedError):
         read_step(store, name_of(100, attempt)).check()
     assert not verify(store, 100).ok
@@ -181,7 +176,7 @@ def test_a_verification_has_the_parts_of_one_step_in_memory(
     for step in (200, 300):
         for ranks in NODES:
             publish(store, step, attempt, ranks=ranks, world=WORLD)
-        assert commit(View.of(store), folder_of(store, name_of(step, attempt).id), KEEP_ALL)
+        assert commit_published(store, name_of(step, attempt).id)
     gc.collect()
     before = sum(type(each) is Part for each in gc.get_objects())
     store.in_memory.clear()

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from flashckpt.catalogue import home
-from flashckpt.commit import attempts, commit_step, steps
-from flashckpt.commit.commit_step import KEEP_ALL, Outcome
+from flashckpt.commit import attempts, steps
+from flashckpt.commit.commit_step import Outcome
 from flashckpt.commit.steps import read_step
 from flashckpt.commit.view import View
 from flashckpt.errors import DamagedError, DivergedError
@@ -18,7 +18,7 @@ from flashckpt.format.manifest import shard_name
 from flashckpt.format.names import AttemptName
 from flashckpt.format.records import Part, RankRecord
 from flashckpt.store.local import LocalStore
-from tests.commit.runs import attempt_at, contents_of, folder_of, name_of, put, write_shard
+from tests.commit.runs import attempt_at, commit_published, contents_of, folder_of, name_of, put, write_shard
 
 WORLD = 4
 NAMES = ("model.bias", "model.weight", "optimizer.step")
@@ -61,7 +61,7 @@ def rank_record(
 
 
 def commit(store: LocalStore, attempt: AttemptName) -> Outcome:
-    return commit_step.commit(View.of(store), folder_of(store, name_of(100, attempt).id), KEEP_ALL)
+    return commit_published(store, name_of(100, attempt).id)
 
 
 def publish_all(store: LocalStore, attempt: AttemptName, of_rank: dict[int, RankRecord]) -> None:

@@ -8,16 +8,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flashckpt.commit import commit_step
-from flashckpt.commit.commit_step import KEEP_ALL
 from flashckpt.commit.lineage import resolve
 from flashckpt.commit.verification import verify, verify_file
-from flashckpt.commit.view import View
 from flashckpt.format.catalogue import Folder
 from flashckpt.format.records import Contents, Part, RankRecord
 from flashckpt.store.local import LocalStore
 from tests.commit import runs
-from tests.commit.runs import attempt_at, commit, contents_of, folder_of, name_of, new_run, put
+from tests.commit.runs import (
+    attempt_at,
+    commit,
+    commit_published,
+    contents_of,
+    folder_of,
+    name_of,
+    new_run,
+    put,
+)
 from tests.folders import flip
 from tests.run_view import manifest_of
 
@@ -42,7 +48,7 @@ def committed(store: LocalStore, says: Callable[[RankRecord], RankRecord]) -> No
     runs.write_shard(store, f"{folder.path}/{SHARD}", image, contents.layout())
     rank = RankRecord(rank=0, shard=contents, values={})
     put(store, Part(id=id, step=300, world=1, node=0, ranks=(says(rank),)))
-    assert commit_step.commit(View.of(store), folder, KEEP_ALL)
+    assert commit_published(store, id)
 
 
 def other_digest(rank: RankRecord) -> RankRecord:
