@@ -269,18 +269,9 @@ def found(catalogue: Catalogue, *, run_id: str, checkpoint: Checkpoint) -> Catal
             "Another process has made a run here meanwhile. The checkpoint that was written is not part of "
             "it. Nothing of the run was changed. Choose another folder."
         )
-    return _next(
-        replace(
-            catalogue,
-            run_id=run_id,
-            writer=checkpoint.writer,
-            attempt=checkpoint.id.attempt,
-            lineages=((checkpoint.id.attempt, ()),),
-            checkpoints=(checkpoint,),
-            committed=checkpoint.id,
-            ended=True,
-        )
-    )
+    new = NewWriter(checkpoint.writer, catalogue.version)
+    begun = _take(replace(catalogue, run_id=run_id), new, checkpoint.id.attempt, {checkpoint.id.attempt: ()})
+    return _with(begun, checkpoint)
 
 
 def begin(catalogue: Catalogue, *, new: NewWriter, lineage: Lineage, launch: Launch = Launch()) -> Catalogue:
