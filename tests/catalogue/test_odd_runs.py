@@ -2,19 +2,20 @@
 
 import errno
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from flashckpt.catalogue.changes import parent_of, quarantine, visible
 from flashckpt.catalogue.requests import Stores
-from flashckpt.errors import DamagedError, FormatError, RunError, UnusableRunError
+from flashckpt.errors import DamagedError, FormatError, RunError, RunHeldError, UnusableRunError
 from flashckpt.format.catalogue import CATALOGUE, Catalogue, Folder, version_path
 from flashckpt.format.checked_json import dump
 from flashckpt.format.manifest import Manifest
 from flashckpt.format.names import DATA, AttemptName, SnapshotId
 from flashckpt.options import Keep
-from flashckpt.store.base import Store
+from flashckpt.store.base import Entry, Store
 from flashckpt.store.local import LocalStore
 from tests.catalogue.processes import start_in
 from tests.catalogue.snapshots import HOME, RUN, Job, boundaries, faults, files_of, nonce, write_part
@@ -60,6 +61,17 @@ def test_versions_at_their_end(store: LocalStore) -> None:
         job.run(HOME.rebuild(nonce()))
     store.remove(stray)
     assert boundaries(Job(store).catalogue) == [1, 2]
+
+
+def test_versions_that_are_missing_in_the_middle(store: LocalStore) -> None:
+    job = saved(store, 1, 2, 3)
+    store.remove_files(version_path(number, RUN) for number in (2, 3, 4))
+    assert len(store.list(CATALOGUE)) == 2
+    next_one = Job(store)
+    assert parent_of(next_one.catalogue) == SnapshotId(job.name, 3)
+    next_one.save(4, Keep(last=9))
+    assert boundaries(next_one.catalogue) == [1, 2, 3, 4]
+    assert faults(store) == []
 
 
 def test_a_newest_version_that_rots_stops_no_living_job(store: LocalStore) -> None:
@@ -109,6 +121,44 @@ def test_a_file_that_is_missing_makes_no_other_be_deleted(store: LocalStore, tmp
         after.save(9, Keep(last=3))
         whole = [each.id.boundary for each in visible(after.catalogue) if after.run(HOME.is_whole(each))]
         assert whole == [*before[-2:], 9], gone
+
+
+Entries = list[Entry]
+
+
+class Odd(LocalStore):
+    """Its listings are not as they should be."""
+
+    def __init__(self, root: str, change: Callable[[Entries], Entries]) -> None:
+        super().__init__(root)
+        self._change = change
+
+    def list(self, folder: str) -> Entries:
+        return self._change(super().list(folder))
+
+
+def test_listings_that_have_each_name_twice(store: LocalStore) -> None:
+    first = saved(store, 1, 2, 3, last=2)
+    first.write(SnapshotId(first.name, 4))
+    odd = Job(Odd(store.url, lambda entries: [*entries, *entries]))
+    assert parent_of(odd.catalogue) == SnapshotId(first.name, 4)
+    odd.save(5)
+    assert boundaries(Job(store).catalogue) == [4, 5]
+    assert faults(store) == []
+
+
+def test_listings_that_lack_their_last_name(store: LocalStore) -> None:
+    """No start resumes an older checkpoint for it, and nothing that a checkpoint needs is deleted."""
+    job = saved(store, 1, 2, 3, last=2)
+    odd = Odd(store.url, lambda entries: entries[:-1] if len(entries) > 1 else entries)
+    with pytest.raises(RunHeldError, match="Step 3 was committed"):
+        Job(odd)
+    run = Stores({"home": odd}).run
+    for catalogue in (job.catalogue, run(HOME.newest())):
+        run(HOME.collect(catalogue))
+        run(HOME.trim(catalogue))
+    assert boundaries(Job(store).catalogue) == [2, 3]
+    assert faults(store, is_collected=False) == []
 
 
 def test_a_long_reason_of_a_damage(store: LocalStore) -> None:

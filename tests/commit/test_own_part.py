@@ -182,3 +182,16 @@ def test_a_verification_has_the_parts_of_one_step_in_memory(
     store.in_memory.clear()
     assert verify(store).ok
     assert max(store.in_memory) - before <= len(NODES)
+
+
+@pytest.mark.usefixtures("large")
+def test_what_becomes_of_a_large_part_while_its_step_is_read_is_told(
+    store: Watched, attempt: AttemptName
+) -> None:
+    record = read_step(store, name_of(100, attempt))
+    flip(place(store, attempt, "node-00004"), -200)
+    assert record.rank(2).rank == 2
+    with pytest.raises(DamagedError, match="node-00004"):
+        record.rank(7)
+    with pytest.raises(NoSuchStepError):
+        record.rank(WORLD)
