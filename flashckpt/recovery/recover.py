@@ -22,7 +22,7 @@ from flashckpt.commit import attempts, lineage
 from flashckpt.commit.choice import Offer, Place, RankOffers, Stored
 from flashckpt.commit.commit_step import folder_of
 from flashckpt.commit.needed import needed_slots
-from flashckpt.commit.steps import is_whole, missing_ranks
+from flashckpt.commit.steps import heads_at_rest, is_whole, lacking
 from flashckpt.commit.view import HOME, View, check_writable, open_run, writers_in
 from flashckpt.errors import DamagedError, FlashckptError, RunHeldError, UnusableRunError
 from flashckpt.format.catalogue import CATALOGUE, EMPTY
@@ -537,7 +537,8 @@ class _Auditor(Writer):
         view = View.of(self._store)
         try:
             folder = folder_of(view, job.id)
-            missing = {*missing_ranks(self._store, folder, job.node.world or 1)}.difference(job.node.ranks)
+            heads = heads_at_rest(self._store, folder)
+            missing = {*lacking(heads, job.node.world or 1)}.difference(job.node.ranks)
         except FlashckptError as error:
             return StepOutcome(JobState.SUPERSEDED, message=str(error))
         for each in job.members():
