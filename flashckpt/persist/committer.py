@@ -128,7 +128,7 @@ class Committer:
             for each in [each for each in job.members() if each.take()]:
                 each.slot.set_persisted(each.generation)
             crashpoints.point("commit.marked")
-            job.release()
+        job.release()  # also after a failure: a step that this node lacks was pinned while it was gathered
         return replace(outcome, seconds=time.monotonic() - began)
 
     def _commit(self, job: StepJob) -> StepOutcome:

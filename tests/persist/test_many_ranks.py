@@ -83,6 +83,26 @@ def test_a_step_that_a_rank_has_passed_over_is_void(nodes: MakeNode) -> None:
         node.seal(step, persist=False)
 
 
+def test_a_step_that_a_rank_has_passed_over_takes_no_slot_while_storage_fails(
+    nodes: MakeNode, store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = nodes((0, 1), 2)
+    [slot] = node.seal(5, 0)
+    node.queue.next()
+    assert slot.state().state is SlotState.PINNED
+    node.seal(6, persist=False)
+
+    def gone(*_: object) -> list[Entry]:
+        raise OSError(errno.EIO, "the disk is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "list", gone)
+        until_told(node, (5, JobState.FAILED))
+    assert slot.state().state is SlotState.SEALED, "it may be overwritten"
+    node.queue.try_again()
+    until_told(node, (5, JobState.SUPERSEDED))
+
+
 def test_what_a_torn_rank_has_is_published_by_nobody(nodes: MakeNode) -> None:
     node = nodes((0, 1), 2)
     slots = node.seal(5)
