@@ -671,7 +671,9 @@ class Queue:
             if isinstance(found, BaseException):
                 log.error("an audit failed", exc_info=found)
             elif isinstance(found, StepOutcome):
-                self._torn(self._job(sealed.key) or job_of_one(sealed), found)
+                job = self._job(sealed.key)
+                # A part that is stored stays, and its commit may be in progress.
+                self._torn(job_of_one(sealed) if job is None or job.is_to_commit else job, found)
             elif found:
                 self.sound += 1
                 self._audited[sealed.slot.name] = sealed.generation

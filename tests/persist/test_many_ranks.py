@@ -370,6 +370,23 @@ def test_an_older_step_that_is_whole_is_committed_before_a_newer_one(
     assert visible_steps(store) == [5, 6]
 
 
+@pytest.mark.usefixtures("leads")
+def test_a_snapshot_that_rots_after_its_part_was_stored_is_committed(
+    nodes: MakeNode, store: LocalStore
+) -> None:
+    first, second = nodes((0,), 2), nodes((1,), 2)
+    [slot] = first.seal(5)
+    first.run()
+    slot.image_view[5000] ^= 1
+    eventually(lambda: turn(first) or slot.state().state is SlotState.FREE)
+    eventually(lambda: turn(first) or (5, JobState.TORN) in first.told)
+    assert first.queue.waiting() == [5]
+    second.seal(5)
+    second.run()
+    eventually(lambda: turn(first) or (5, JobState.COMMITTED) in first.told)
+    assert is_whole(store, 5, first.attempt, 2)
+
+
 def test_a_request_that_is_withdrawn_while_it_is_written_leaves_no_pin(
     nodes: MakeNode, store: LocalStore
 ) -> None:
