@@ -192,10 +192,12 @@ class Queue:
         elif now >= self._audit_at and not self._writes.busy:
             self._audit_newest()
 
-    def _begin(self, ready: Iterable[StepJob], order: Callable[[StepJob], Any]) -> None:
+    def _begin(self, ready: Collection[StepJob], order: Callable[[StepJob], Any]) -> None:
         """Begin the first commit and the first write of these jobs. A write begins after a commit in
-        progress: it may name the frozen leaves of that step."""
-        for job in sorted(ready, key=lambda job: (not job.is_to_commit, order(job))):
+        progress: it may name the frozen leaves of that step. So polls for other nodes come last, or they
+        might leave no time for it."""
+        polls = {job: job.retry.due_at for job in ready if job.state is JobState.PART_WRITTEN}
+        for job in sorted(ready, key=lambda job: (polls.get(job, 0.0), not job.is_to_commit, order(job))):
             if self._committing is None and (job.is_to_commit or not self._writes.busy):
                 first = self._first(job)
                 begin = self._commit if first.is_to_commit else self._write

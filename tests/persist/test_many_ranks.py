@@ -370,6 +370,23 @@ def test_an_older_step_that_is_whole_is_committed_before_a_newer_one(
     assert visible_steps(store) == [5, 6]
 
 
+def test_polls_for_other_nodes_leave_time_for_a_write(
+    nodes: MakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a slow store the next poll is due when one ends, and no write begins during one."""
+    monkeypatch.setattr("flashckpt.persist.queue.poll_pause_s", lambda polls: 0.0)
+    node = nodes((0,), 2)
+    node.seal(5)
+    node.run()
+    node.seal(6)
+    node.queue.next()
+    assert node.queue.writing is not None
+    assert node.queue.writing.step == 6
+    eventually(lambda: turn(node) or (6, JobState.PART_WRITTEN) in node.told)
+    count = node.told.count((5, JobState.PART_WRITTEN))
+    eventually(lambda: turn(node) or node.told.count((5, JobState.PART_WRITTEN)) > count)
+
+
 @pytest.mark.usefixtures("leads")
 def test_a_snapshot_that_rots_after_its_part_was_stored_is_committed(
     nodes: MakeNode, store: LocalStore
