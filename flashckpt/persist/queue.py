@@ -99,7 +99,8 @@ class Queue:
         self._stops_audit = threading.Event()
         self.writing: StepJob | None = None
         self._committing: StepJob | None = None
-        self._ignored: set[StepJob] = set()  # their tries in progress began before a repair
+        # Their tries in progress began before a repair, or before a newer part was stored.
+        self._repeated: set[StepJob] = set()
 
     # ---- orders
 
@@ -265,7 +266,7 @@ class Queue:
         """Retry all failures now, after a repair; ignore failures of the tries in progress."""
         for job in self._refresh():
             if self._is_running(job):
-                self._ignored.add(job)
+                self._repeated.add(job)
             elif not job.given_up:
                 job.retry.succeeded()
 
@@ -623,7 +624,9 @@ class Queue:
             job.state, job.written, job.retry.due_at = found.state, found, 0.0
             for each in self._jobs:
                 # Older ones first: they can never be committed after this one.
-                if each.state is JobState.PART_WRITTEN and each.id < job.id:
+                if each is self._committing and each.id < job.id:
+                    self._repeated.add(each)
+                elif each.state is JobState.PART_WRITTEN and each.id < job.id:
                     each.retry.due_at = 0.0
 
         self._writes.submit(partial(self._writer.write, job), done)
@@ -700,11 +703,11 @@ class Queue:
 
     def _follow(self, job: StepJob, outcome: StepOutcome) -> None:
         job.state, job.outcome = outcome.state, outcome
-        is_ignored = job in self._ignored
-        self._ignored.discard(job)
+        is_repeated = job in self._repeated
+        self._repeated.discard(job)
         match outcome.state:
-            case JobState.FAILED if is_ignored:
-                pass
+            case JobState.FAILED | JobState.PART_WRITTEN if is_repeated:
+                job.retry.due_at = 0.0
             case JobState.GATHERING:
                 job.has_part, job.written, job.retry.due_at = False, None, 0.0
             case JobState.COMMITTED:

@@ -11,8 +11,8 @@ import pytest
 from flashckpt import _native
 from flashckpt.format.names import AttemptName, SnapshotId
 from flashckpt.memory.slot import Sealed, Slot, SlotState
-from flashckpt.persist.committer import polls_before
-from flashckpt.persist.job import JobState
+from flashckpt.persist.committer import Committer, polls_before
+from flashckpt.persist.job import JobState, StepJob, StepOutcome
 from flashckpt.store.base import Entry
 from flashckpt.store.local import LocalStore
 from tests.events import ledger
@@ -367,6 +367,50 @@ def test_an_older_step_that_is_whole_is_committed_before_a_newer_one(
     first.seal(6)
     eventually(lambda: turn(first) or (6, JobState.COMMITTED) in first.told)
     assert first.told == [(5, JobState.PART_WRITTEN), (5, JobState.COMMITTED), (6, JobState.COMMITTED)]
+    assert visible_steps(store) == [5, 6]
+
+
+@pytest.mark.usefixtures("leads")
+def test_an_older_step_that_is_whole_after_its_poll_has_begun_is_committed_too(
+    nodes: MakeNode, store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its parts are all there when those of the newer one are, whose write ends during that poll."""
+    monkeypatch.setattr("flashckpt.persist.queue.poll_pause_s", lambda polls: 1000.0)
+    first, second = nodes((0,), 2), nodes((1,), 2)
+    first.seal(5)
+    first.run()
+    write, commit = _native.write_file, Committer.commit
+    writes, is_written, polled, is_answered = (threading.Event() for _ in range(4))
+
+    def write_file(*arguments: Any, **named: Any) -> Any:
+        if "rank-00000" in arguments[0]:
+            writes.set()
+            assert is_written.wait(60)
+        return write(*arguments, **named)
+
+    def answered_late(committer: Committer, job: StepJob) -> StepOutcome:
+        outcome = commit(committer, job)
+        polled.set()
+        assert is_answered.wait(60)
+        return outcome
+
+    monkeypatch.setattr(_native, "write_file", write_file)
+    first.seal(6)
+    try:
+        eventually(lambda: turn(first) or writes.is_set())
+        first.queue.expedite()
+        with monkeypatch.context() as patch:
+            patch.setattr(Committer, "commit", answered_late)
+            eventually(lambda: turn(first) or polled.is_set())
+        for step in (5, 6):
+            second.seal(step)
+            second.run()
+        is_written.set()
+        eventually(lambda: turn(first) or first.queue.writing is None)
+    finally:
+        is_written.set()
+        is_answered.set()
+    eventually(lambda: turn(first) or (6, JobState.COMMITTED) in first.told)
     assert visible_steps(store) == [5, 6]
 
 
