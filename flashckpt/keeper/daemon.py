@@ -71,8 +71,8 @@ class Keeper:
             store, os.path.basename(folder.path), self.regions, self.ledger, self._wake, self.outcomes.count
         )
         self.mirroring = mirroring = MirrorUpload(store, self._wake, self.ledger, self.outcomes.count)
-        run, deleter = KnownRun(store), Worker("deletions", self._wake)
-        writer = Writer(run, self.nonce, stands=run_folder.stands)
+        run, deleter = KnownRun(store, run_folder.stands), Worker("deletions", self._wake)
+        writer = Writer(run, self.nonce)
         committer = Committer(run, pinned=lambda: mirroring.copying)
         self.queue = Queue(
             self.regions,

@@ -38,19 +38,26 @@ _MANY_NODES = 8
 
 
 class KnownRun:
-    """A run in a store, and the version of its catalogue that this process has seen last, as `known`."""
+    """A run in a store, and the version of its catalogue that this process has seen last, as `known`. stands:
+    whether the run still exists in the store."""
 
-    def __init__(self, store: Store) -> None:
-        self.store, self.known = store, EMPTY
+    def __init__(self, store: Store, stands: Callable[[], bool] = lambda: True) -> None:
+        self.store, self.known, self._stands = store, EMPTY, stands
 
     @property
     def view(self) -> View:
         """The run as of that version."""
         return View(self.known, self.store)
 
+    def check_stands(self) -> None:
+        """FileNotFoundError if the run does not exist: also if another one is in its place."""
+        if not self._stands():
+            raise FileNotFoundError(errno.ENOENT, "the run is not there any more", self.store.url)
+
     def newest(self) -> View:
         """The newest version of the catalogue. RunError if another run, or an older catalogue, has replaced
         the one that is known; the next try begins with what is there then."""
+        self.check_stands()
         try:
             view = View.of(self.store, self.known)
         except RunError:

@@ -9,7 +9,6 @@ created: a stopped one may wake up and write it. Deletes only its own files that
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 import time
@@ -54,19 +53,17 @@ class _Try:
 
 class Writer:
     """Writes parts of snapshots to a run. nonce: of this process, so that no two processes write one file.
-    stands: whether the run still exists in the store. guard: called before anything is published; raises if
-    this process may not publish any more."""
+    guard: called before anything is published; raises if this process may not publish any more."""
 
     def __init__(
         self,
         run: KnownRun,
         nonce: str,
         *,
-        stands: Callable[[], bool] = lambda: True,
         guard: Callable[[], None] = lambda: None,
     ) -> None:
         self._run, self._store, self._nonce = run, run.store, nonce
-        self._stands, self._guard = stands, guard
+        self._guard = guard
         self._files, self._progress = 0, array("Q", [0])
         self._began_ns = time.monotonic_ns()
         self._frozen = FrozenFiles(run.store, nonce, _native.address_of(self._progress))
@@ -96,8 +93,7 @@ class Writer:
 
     def _write_pinned(self, job: StepJob) -> StepOutcome:
         contents = [_checked(each) for each in job.members()]
-        if not self._stands():
-            raise FileNotFoundError(errno.ENOENT, "the run is not there any more", self._store.url)
+        self._run.check_stands()
         may_be_at_rest = self._may_be_at_rest(job, contents)
         # Where each listing is a request, the last version shows the writer; the commit lists anyway.
         view = self._run.view

@@ -37,8 +37,8 @@ class Persister:
     """Writes and commits one step after the other. stands: whether the run still exists."""
 
     def __init__(self, store: Store, nonce: str, stands: Callable[[], bool] = lambda: True) -> None:
-        run = KnownRun(store)
-        self._writer, self._committer = Writer(run, nonce, stands=stands), Committer(run)
+        run = KnownRun(store, stands)
+        self._writer, self._committer = Writer(run, nonce), Committer(run)
 
     def persist(self, job: StepJob) -> StepOutcome:
         outcome = self._writer.write(job)

@@ -59,7 +59,7 @@ class Node:
     def __init__(
         self, store: Store, base: Path, attempt: AttemptName, ranks: tuple[int, ...], world: int,
         identity: str = IDENTITY, *, known: bool = True,
-        make: Callable[[Regions, int, AttemptName], Rank] = Rank,
+        make: Callable[[Regions, int, AttemptName], Rank] = Rank, stands: Callable[[], bool] = lambda: True,
     ) -> None:  # fmt: skip
         base.mkdir(exist_ok=True)
         self.store, self.attempt = store, attempt
@@ -72,7 +72,7 @@ class Node:
         self.outcomes: list[StepOutcome] = []
         self.ledger = Ledger(store)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        run = KnownRun(store)
+        run = KnownRun(store, stands)
         self.queue = Queue(
             self.regions, Writer(run, nonce), Committer(run), self._wake, self.ledger, notify=self._told,
             pauses=lambda tries: None if few_pauses_s(tries) is None else 0.01,

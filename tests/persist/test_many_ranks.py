@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 
 from flashckpt import _native
+from flashckpt.commit.view import View
 from flashckpt.format.names import AttemptName, SnapshotId
 from flashckpt.memory.slot import Sealed, Slot, SlotState
 from flashckpt.persist.committer import Committer, polls_before
 from flashckpt.persist.job import JobState, StepJob, StepOutcome
 from flashckpt.store.base import Entry
 from flashckpt.store.local import LocalStore
+from tests.commit.runs import new_run
 from tests.events import ledger
 from tests.keeper.driver import eventually
 from tests.keeper.fake import layout_for
@@ -445,6 +447,29 @@ def test_a_snapshot_that_rots_after_its_part_was_stored_is_committed(
     second.seal(5)
     second.run()
     eventually(lambda: turn(first) or (5, JobState.COMMITTED) in first.told)
+    assert is_whole(store, 5, first.attempt, 2)
+
+
+def test_another_run_in_the_place_of_this_one_ends_no_wait_for_other_nodes(
+    nodes: MakeNode, store: LocalStore, tmp_path: Path
+) -> None:
+    """The folder was moved away, say, and is moved back."""
+    run_id, run, away = View.of(store).run_id, tmp_path / "run", tmp_path / "away"
+    first, second = nodes((0,), 2, stands=lambda: View.of(store).run_id == run_id), nodes((1,), 2)
+    first.seal(5)
+    first.run()
+    run.rename(away)
+    other = new_run(run)
+    for _ in range(2):
+        begun(other, 2)
+    until_told(first, (5, JobState.FAILED))
+    assert {state for _, state in first.told} == {JobState.PART_WRITTEN, JobState.FAILED}, first.whys
+    run.rename(tmp_path / "other")
+    away.rename(run)
+    second.seal(5)
+    second.run()
+    first.queue.try_again()
+    until_told(first, (5, JobState.COMMITTED))
     assert is_whole(store, 5, first.attempt, 2)
 
 
