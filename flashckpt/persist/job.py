@@ -260,8 +260,8 @@ class StepJob:
     """`given_up`: it is not retried. `is_noted`: the ledger has its write. `polls`: tries that did not find
     the parts of other nodes, since `rests_since`. `has_part`: the part of this node is stored, as `part` in
     `folder`. `written`: the outcome of that write. `known`: heads of parts that were read. `hastened_for`:
-    the newer snapshot before which it was tried again. `lacks`: why not all ranks of this node will have it;
-    only an earlier commit counts then."""
+    the try of a newer snapshot before which it was tried again. `lacks`: why not all ranks of this node will
+    have it; only an earlier commit counts then."""
 
     id: SnapshotId
     step: int
@@ -279,7 +279,7 @@ class StepJob:
     folder: Folder | None = None
     part: str = ""
     written: StepOutcome | None = None
-    hastened_for: SnapshotId | None = None
+    hastened_for: tuple[SnapshotId, bool, int] | None = None
     known: dict[str, PartHead] = field(default_factory=dict)
     lacks: str = ""
 

@@ -99,8 +99,7 @@ class Queue:
         self._stops_audit = threading.Event()
         self.writing: StepJob | None = None
         self._committing: StepJob | None = None
-        # Their tries in progress began before a repair, or before a newer part was stored.
-        self._repeated: set[StepJob] = set()
+        self._ignored: set[StepJob] = set()  # their tries in progress began before a repair
 
     # ---- orders
 
@@ -187,34 +186,42 @@ class Queue:
             self._cache.next(now)
             self._fill_cache(self._cache)
         ready = self._ready(now)
-        self._begin(ready, StepJob.order)
+        self._begin(ready, StepJob.order, self._first)
         if not all(job.is_to_commit for job in ready):
             self._stops_audit.set()  # the audit of a large state would take a run's grace
         elif now >= self._audit_at and not self._writes.busy:
             self._audit_newest()
 
-    def _begin(self, ready: Collection[StepJob], order: Callable[[StepJob], Any]) -> None:
+    def _begin(
+        self,
+        ready: Collection[StepJob],
+        order: Callable[[StepJob], Any],
+        first_of: Callable[[StepJob], StepJob] = lambda job: job,
+    ) -> None:
         """Begin the first commit and the first write of these jobs. A write begins after a commit in
         progress: it may name the frozen leaves of that step. So polls for other nodes come last, or they
-        might leave no time for it."""
+        might leave no time for it. first_of: the job that is tried before one."""
         polls = {job: job.retry.due_at for job in ready if job.state is JobState.PART_WRITTEN}
         for job in sorted(ready, key=lambda job: (polls.get(job, 0.0), not job.is_to_commit, order(job))):
             if self._committing is None and (job.is_to_commit or not self._writes.busy):
-                first = self._first(job)
+                first = first_of(job)
                 begin = self._commit if first.is_to_commit else self._write
                 begin(first)
 
     def _first(self, chosen: StepJob) -> StepJob:
-        """The job that is tried before this one: an older one that has failed is tried once more, since it
-        can never be committed after a newer one."""
+        """The job that is tried before this one: an older one that has failed, or waits for other nodes, is
+        tried once more, since it can never be committed after a newer one."""
         if chosen.is_urgent:
             return chosen
-        older = [job for job in self._jobs if job.id < chosen.id and job.state is JobState.FAILED]
+        this_try = chosen.id, chosen.is_to_commit, chosen.polls
+        older = [job for job in self._jobs if job.id < chosen.id and job.hastened_for != this_try]
         for job in sorted(older, key=lambda job: job.id):
-            is_due = not job.given_up and job.hastened_for != chosen.id
-            can_be = job.is_to_commit or (not chosen.is_to_commit and self._can_be_written(job))
-            if is_due and can_be:
-                job.hastened_for = chosen.id
+            if job.state is JobState.FAILED and not job.given_up:
+                can_be = job.is_to_commit or (not chosen.is_to_commit and self._can_be_written(job))
+            else:
+                can_be = job.state is JobState.PART_WRITTEN and chosen.is_to_commit
+            if can_be:
+                job.hastened_for = this_try
                 return job
         return chosen
 
@@ -266,7 +273,7 @@ class Queue:
         """Retry all failures now, after a repair; ignore failures of the tries in progress."""
         for job in self._refresh():
             if self._is_running(job):
-                self._repeated.add(job)
+                self._ignored.add(job)
             elif not job.given_up:
                 job.retry.succeeded()
 
@@ -622,12 +629,6 @@ class Queue:
                 self._follow(job, found)
                 return
             job.state, job.written, job.retry.due_at = found.state, found, 0.0
-            for each in self._jobs:
-                # Older ones first: they can never be committed after this one.
-                if each is self._committing and each.id < job.id:
-                    self._repeated.add(each)
-                elif each.state is JobState.PART_WRITTEN and each.id < job.id:
-                    each.retry.due_at = 0.0
 
         self._writes.submit(partial(self._writer.write, job), done)
 
@@ -703,10 +704,10 @@ class Queue:
 
     def _follow(self, job: StepJob, outcome: StepOutcome) -> None:
         job.state, job.outcome = outcome.state, outcome
-        is_repeated = job in self._repeated
-        self._repeated.discard(job)
+        is_ignored = job in self._ignored
+        self._ignored.discard(job)
         match outcome.state:
-            case JobState.FAILED | JobState.PART_WRITTEN if is_repeated:
+            case JobState.FAILED if is_ignored:
                 job.retry.due_at = 0.0
             case JobState.GATHERING:
                 job.has_part, job.written, job.retry.due_at = False, None, 0.0

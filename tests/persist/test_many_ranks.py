@@ -416,6 +416,25 @@ def test_an_older_step_that_is_whole_after_its_poll_has_begun_is_committed_too(
     assert visible_steps(store) == [5, 6]
 
 
+@pytest.mark.usefixtures("leads")
+def test_an_older_step_is_polled_before_a_newer_one_that_waits_as_long(
+    nodes: MakeNode, store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The poll of the newer one is due, and that of the older one is not."""
+    monkeypatch.setattr("flashckpt.persist.queue.poll_pause_s", lambda polls: 1000.0)
+    first, second = nodes((0,), 2), nodes((1,), 2)
+    for step in (5, 6):
+        first.seal(step)
+        eventually(lambda step=step: turn(first) or (step, JobState.PART_WRITTEN) in first.told)
+    for step in (5, 6):
+        second.seal(step)
+        second.run()
+    [newer] = [job for job in first.queue._jobs if job.step == 6]
+    newer.retry.due_at = 0.0
+    eventually(lambda: turn(first) or (6, JobState.COMMITTED) in first.told)
+    assert visible_steps(store) == [5, 6]
+
+
 def test_polls_for_other_nodes_leave_time_for_a_write(
     nodes: MakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
