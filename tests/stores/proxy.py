@@ -2,6 +2,7 @@
 
 import http.client
 import re
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -42,6 +43,12 @@ class Request:
     headers: frozenset[str] = frozenset()
 
 
+class _Server(ThreadingHTTPServer):
+    def handle_error(self, *about: Any) -> None:
+        if not isinstance(sys.exc_info()[1], ConnectionError):  # a client was killed, or gave up
+            super().handle_error(*about)
+
+
 @dataclass
 class Proxy:
     """`fault` is called for each request, from several threads."""
@@ -57,7 +64,7 @@ class Proxy:
         class Handler(_Handler):
             owner = proxy
 
-        self._server = ThreadingHTTPServer((self.address, 0), Handler)
+        self._server = _Server((self.address, 0), Handler)
         self._server.daemon_threads = True
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
         self._thread.start()
