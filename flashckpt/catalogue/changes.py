@@ -36,8 +36,8 @@ class NewWriter:
     """A writer that a change makes; `new_writer` chooses it.
 
     Its `name` is above all writers that have files here. `foreign` are those that version `seen` does not
-    know. The files were listed after `seen` was read, so a change to any other version does nothing: it is
-    prepared again for that one.
+    know. The files were listed after `seen` was read, so a change to any other version does nothing. The
+    caller prepares the change again for that version.
     """
 
     name: AttemptName

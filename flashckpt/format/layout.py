@@ -136,7 +136,7 @@ class Layout:
 
 
 NO_LEAVES = Layout((), b"", 0, 0)
-"""No image at all."""
+"""The layout of an image without leaves: no file has it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,11 +104,7 @@ def recover(
             # Before memory is saved: it may need the room, and a newer step must not overtake a whole one.
             orphans = {each.place: each for each in clear_garbage(held, ledger)}
             parts = commit_whole(store, dry_run=dry_run, read=read)
-            if status is not None:
-                node.report(status)
-            else:
-                with _without_log(dry_run):
-                    node.save()
+            _save(node, status, dry_run=dry_run)
             watcher.stage("committing")
             held.guard()
             watcher.stage("verifying")
@@ -124,8 +120,6 @@ def recover(
                 node.let_go(examined)
             watcher.stage("resume")
             found, problem = node.resume(examined.damaged, remote)
-            if found is not None:
-                found = replace(found, of_all=not (node.unseen and found.tier in ("memory", "cache")))
             report = RecoveryReport(
                 run=store.url,
                 run_id=run.run_id,
@@ -141,6 +135,15 @@ def recover(
             )
         ledger.add(None, Event.RECOVER, resume=found and found.step, problem=problem or None)
     return report
+
+
+def _save(node: _NodeSnapshots, status: Status | None, *, dry_run: bool) -> None:
+    """Save what memory and cache hold. `status`: of the keeper that has saved it, or None."""
+    if status is not None:
+        node.report(status)
+        return
+    with _without_log(dry_run):
+        node.save()
 
 
 def _rebuild_if_older(held: Hold, run: View) -> None:
@@ -500,8 +503,9 @@ class _NodeSnapshots:
             if place in (Place.MEMORY, Place.CACHE):
                 wrong = {each.key for each in held[first.id] if any(_wrong_leaves(self._snapshot(each)))}
             if not wrong:
-                found = Resume(step=first.step, attempt=first.id.attempt, tier=_TIERS[place])
-                return found, ""
+                of_all = not (self.unseen and place in (Place.MEMORY, Place.CACHE))
+                attempt, tier = first.id.attempt, _TIERS[place]
+                return Resume(step=first.step, attempt=attempt, tier=tier, of_all=of_all), ""
             torn |= wrong
 
     def _snapshot(self, sealed: Sealed) -> SealedSnapshot:

@@ -482,7 +482,7 @@ MUTATIONS = [
     Mutation("snapshots are committed in any order", "I4", "two leaders of one attempt", POSIX,
         *in_both("is_committable", is_committable_again)),
     # starts
-    Mutation("a start is not bound to the version it looked at", "I6", "deposed leader", POSIX,
+    Mutation("a start is not bound to the version that it has read", "I6", "deposed leader", POSIX,
         (home, "begin", begin_on_whatever)),
     Mutation("starts begin again above each other", "I7", "first start", S3,
         (processes, "start", start_again), most_states=70_000),

@@ -1,4 +1,4 @@
-"""A dry run sees what the real one does, and touches nothing at all."""
+"""A dry run reports what a recovery would do, and changes no file."""
 
 import shutil
 from collections.abc import Callable

@@ -186,7 +186,7 @@ def test_an_attempt_that_takes_up_what_is_there_is_no_other_job(tiers: Tiers) ->
     there, mirror = View.of(tiers.target), Mirror(new, Remote(url=str(tiers.there)))
     name = next_name(new, above=there.catalogue.attempt.number)
     attempts.reserve(new, name)
-    assert (mirror.bring(always), mirror.follows) == (None, None), "it is about to say what it goes on from"
+    assert (mirror.bring(always), mirror.follows) == (None, None), "its attempt has not begun yet"
     assert View.of(tiers.target).attempt == tiers.attempt
     first = name_of(1, tiers.attempt)
     begin_as(View.of(new), name, first.id, 1, world=2, owner=HOLDER, lead=there.catalogue)
